@@ -3,8 +3,8 @@
     python -m kernels_pallas.check [PATTERN ...] [--seed N] [--no-timing] [--no-baselines] [--deadline S]
     python -m kernels_pallas.check --dry-run      without a GPU: lowers every case and lists what would run
 
-The floor is the time that a case's bytes need at the memory's bandwidth, or its products at the tensor cores'
-rate: the longer one. Times are medians, with a cold cache, and include every launch of the operation.
+The floor is the longer of two times: of a case's bytes at the memory's bandwidth, and of its products at the
+tensor cores' rate. Times are medians, with a cold cache, and include every launch of the operation.
 """
 
 import argparse
@@ -29,7 +29,7 @@ NEEDS_GPU = "the kernels need an NVIDIA GPU of the Hopper generation ({}); found
 
 
 class Findings(TypedDict, total=False):
-    """A case's findings as they are written as JSON, as far as they were reached; a text per baseline."""
+    """The findings of a case, written as JSON; unset where the check did not get there."""
 
     case: str
     faults: Required[list[str]]
@@ -42,7 +42,7 @@ class Findings(TypedDict, total=False):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run; 0 if every case agrees with its reference, 1 if not, 2 if nothing could be run."""
+    """Run; returns 0 if every case agrees with its reference, 1 if not, 2 if no case could run."""
     parser = argparse.ArgumentParser(
         prog="python -m kernels_pallas.check",
         description=__doc__,
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"jax {jax.__version__} on {device.device_kind}, seed {options.seed}")
     faults, records = [], []
     for case in chosen:
-        # Nothing interrupts a thread that waits for a kernel: the watchdog ends the process.
+        # A thread that waits for a kernel cannot be interrupted: the watchdog ends the process.
         if options.deadline is not None:
             faulthandler.dump_traceback_later(options.deadline, exit=True)
         record = check(case, peak, options)
@@ -121,7 +121,7 @@ def check(case: Case, peak: Rates, options: argparse.Namespace) -> Findings:
     print(f"{case.name:48}", end="", flush=True)
     try:
         verdict = verify(case, key)
-    except Exception as e:  # one kernel that does not compile or run must not hide the rest
+    except Exception as e:  # a kernel that does not compile or run must not hide the others
         print(f" FAILED: {type(e).__name__}", flush=True)
         found["faults"].append(f"{type(e).__name__}: {e}")
         return found
@@ -131,7 +131,7 @@ def check(case: Case, peak: Rates, options: argparse.Namespace) -> Findings:
     if not options.no_timing and not case.small:
         try:
             timing(case, peak, key, found, baselines=not options.no_baselines)
-        except Exception as e:  # one that runs out of memory, say
+        except Exception as e:  # for example out of memory
             print("  NOT TIMED", end="")
             faults.append(f"{type(e).__name__}: {e}")
     print(flush=True)
@@ -139,7 +139,7 @@ def check(case: Case, peak: Rates, options: argparse.Namespace) -> Findings:
 
 
 def timing(case: Case, peak: Rates, key: jax.Array, found: Findings, *, baselines: bool) -> None:
-    """Time a case and its baselines, file the findings, and print the rest of the case's line."""
+    """Time a case and its baselines, record the findings, and complete the case's line."""
     inputs = jax.jit(case.inputs)(key)
     time, floor = seconds(case.kernel, inputs), peak.floor(case.work)
     found["us"], found["floor_us"] = time * 1e6, floor * 1e6
@@ -155,12 +155,12 @@ def timing(case: Case, peak: Rates, key: jax.Array, found: Findings, *, baseline
 
 
 def microseconds(time: float) -> str:
-    """A time as it is shown; the difference of two programs may come out as nothing or less."""
+    """A time as text; a difference of two programs' times may be 0 or negative."""
     return f"{time * 1e6:.1f} us" if time > 0 else "too short to tell"
 
 
 def baseline(case: Case, name: str, inputs: tuple) -> str:
-    """Time of a baseline, or why there is none."""
+    """Time of a baseline, or the reason why there is none."""
     way = case.baselines[name]
     try:
         if isinstance(way, External):

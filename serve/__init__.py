@@ -2,6 +2,6 @@
 
     cluster > http > routes > answers > bodies > base > watch
 
-A folder imports from those to its right alone. web/, grafana/ and deploy/ hold no Python: the chat page, a
+A folder imports only from folders to its right. web/, grafana/ and deploy/ hold no Python: the chat page, a
 dashboard, containers.
 """

@@ -80,6 +80,8 @@ def rigged(
     rng = np.random.default_rng(seed)
 
     def draw(spec: Spec) -> np.ndarray:
+        if spec.ids:  # a draft head's vocabulary is the end of the trunk's
+            return np.full(spec.shape, cfg.vocab_size - spec.size)
         x = rng.normal(size=spec.shape)
         if spec.init == "ones":
             return 1 + 0.05 * x
@@ -104,7 +106,7 @@ def rigged(
     merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
     layers = tuple(quiet(layer) for layer in raw.layers)
     params = replace(raw, layers=layers, head=head, nextn=tuple(merges))
-    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32), params)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A kernel's declaration of each shape, so that every check can find it, run it and judge it."""
+"""Cases: a kernel's declaration of a shape, which every check can find, run and judge."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,12 +32,12 @@ class External:
 
 @dataclass(frozen=True)
 class Work:
-    """The least a device has to do.
+    """The least work of a device: the basis of the floor.
 
     Attributes:
         flops: floating-point operations, a multiply-add counted as two.
         bytes: bytes that have to cross the device's memory bus once.
-        format: the format that the tensor cores multiply; decides their peak rate.
+        format: number format that the tensor cores multiply; their peak rate depends on it.
     """
 
     flops: float
@@ -54,7 +54,7 @@ class Case:
         inputs: random inputs from a key. Traceable: ``jax.eval_shape`` gives their shapes without memory.
         kernel: the Mosaic GPU kernel with every static option bound; takes the inputs, and by keyword
             ``interpret``, the parameters of Pallas' interpreter or None.
-        reference: the same result in jnp, from the same inputs, in float32 or better.
+        reference: a jnp function of the same inputs with the same result, in float32 or better.
         work: the bytes and operations from which the floor of its time is computed.
         tolerance: largest accepted norm(kernel - reference) / norm(reference), per output.
         baselines: alternatives by name: functions of the same inputs, which raise
@@ -71,5 +71,5 @@ class Case:
 
     @property
     def small(self) -> bool:
-        """Few enough thread blocks for Pallas' interpreter (30 at most); too small to be worth timing."""
+        """Whether the case has few thread blocks (30 at most): for Pallas' interpreter, not for timing."""
         return self.name.partition("/")[2].startswith("small")

@@ -26,7 +26,7 @@ class Rates:
 _SXM = {"bf16": 790e12, "fp8": 1580e12}
 _NVL = {"bf16": 668e12, "fp8": 1336e12}
 _PCIE = {"bf16": 605e12, "fp8": 1210e12}
-# Words of the device's name; the first entry that has all of its words holds.
+# Words of a device's name: the first entry all of whose words occur in it applies.
 RATES = {
     "H100 PCIe": Rates(2.0e12, _PCIE),
     "H800 PCIe": Rates(2.0e12, _PCIE),
@@ -42,6 +42,6 @@ RATES = {
 
 
 def rates(kind: str) -> Rates | None:
-    """The GPU that calls itself ``kind``, "NVIDIA H200" for example; None if it is not known."""
+    """Peaks of the GPU with the name ``kind``, for example "NVIDIA H200"; None if it is unknown."""
     words = set(kind.split())
     return next((rates for name, rates in RATES.items() if words.issuperset(name.split())), None)

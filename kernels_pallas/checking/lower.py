@@ -5,7 +5,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kernels_pallas.checking.case import Case
 
-# The attributes that Pallas asks of the device that it compiles for.
+# The attributes that Pallas reads of the device that it compiles for.
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 

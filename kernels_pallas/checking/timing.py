@@ -1,4 +1,4 @@
-"""Time of an operation on the device, its launches included, with nothing of its inputs in the cache."""
+"""Time of an operation on the device, launches included, with none of its inputs in the cache."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Whether a kernel computes the result of its reference, on the device at hand."""
+"""Comparison of a kernel's result with its reference's, on the device at hand."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class Verdict:
     """The worst output's relative distance from the reference, and elements that are not finite.
 
     Attributes:
-        distance: norm(kernel - reference) / norm(reference), of the output where it is largest.
+        distance: the largest norm(kernel - reference) / norm(reference) of all outputs.
         not_finite: elements of all outputs that are not finite where the reference's are.
-        worst: the element that is furthest off, in words.
+        worst: the element with the largest error, in words.
     """
 
     distance: float
@@ -25,7 +25,7 @@ class Verdict:
     worst: str
 
     def faults(self, tolerance: float) -> list[str]:
-        """Sentences about its faults."""
+        """Sentences about the faults found."""
         if self.not_finite:
             what = f"{self.not_finite} elements are NaN or infinite where the reference's are not"
         elif not self.distance <= tolerance:
@@ -38,10 +38,10 @@ class Verdict:
 def verify(case: Case, key: jax.Array) -> Verdict:
     """Run kernel and reference on random inputs."""
     inputs = jax.jit(case.inputs)(key)
-    # Where a program rounds to bfloat16 in between, XLA on a GPU would keep float32.
+    # XLA on a GPU would else keep float32 where a program rounds to bfloat16 in between.
     exact = {"xla_allow_excess_precision": False}
     reference = jax.jit(case.reference, compiler_options=exact)(*inputs)
-    # An output takes memory that holds NaN: elements that the kernel does not write stay so.
+    # Outputs take memory that holds NaN, so that elements which the kernel does not write are NaN.
     for poison in [
         jnp.full(x.shape, jnp.nan, jnp.float32) for x in jax.tree.leaves(reference) for _ in range(2)
     ]:
@@ -50,7 +50,7 @@ def verify(case: Case, key: jax.Array) -> Verdict:
     pairs = list(zip(jax.tree.leaves(out), jax.tree.leaves(reference), strict=True))
     compared = [_compare(a, b) for a, b in pairs]
     distances, not_finite = ([float(x) for x in column] for column in list(zip(*compared, strict=True))[:2])
-    # The first NaN if there is one, as numpy's argmax has it: the worst element of all outputs.
+    # The worst element of all outputs: the first NaN if there is one, as numpy's argmax finds it.
     which = int(np.argmax([np.nan if n else d for d, n in zip(distances, not_finite, strict=True)]))
     got, expected = pairs[which]
     place = np.unravel_index(int(compared[which][2]), got.shape)
@@ -69,7 +69,7 @@ def distance(got: ArrayLike, expected: ArrayLike) -> float:
 
 @jax.jit
 def _compare(got: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Distance, elements that are not finite, and the flat index of the element that is furthest off."""
+    """Distance, elements that are not finite, and the flat index of the element with the largest error."""
     got, expected = got.astype(jnp.float32), expected.astype(jnp.float32)
     bad = ~jnp.isfinite(got) & jnp.isfinite(expected)
     off = jnp.where(bad, jnp.inf, jnp.nan_to_num(jnp.abs(got - expected)))

@@ -1,1 +1,1 @@
-"""Compiles the kernels for an H200 where there is none, and reads the compiler's decisions."""
+"""Compilation of the kernels for an H200 on a machine without one, and the compiler's decisions."""

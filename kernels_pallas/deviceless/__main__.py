@@ -1,4 +1,4 @@
-"""Compile every case for an H200, print the compiler's decisions, and hold them against the budget.
+"""Compile every case for an H200, print the compiler's decisions, and compare them with the budget.
 
     python -m kernels_pallas.deviceless [PATTERN]
 
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def main() -> int:
-    """Compile; 1 if a case exceeds its budget."""
+    """Compile; returns 1 if a case exceeds its budget."""
     parser = argparse.ArgumentParser(prog="python -m kernels_pallas.deviceless", description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="only cases whose names contain this")
     pattern = parser.parse_args().pattern

@@ -17,8 +17,8 @@ class Budget:
     """The most that every case of a kernel may use.
 
     Attributes:
-        spills: bytes per thread.
-        instructions: tensor-core instructions that must be there.
+        spills: most bytes that a thread spills.
+        instructions: tensor-core instructions that must occur.
         temp_mib: device memory beside arguments and results.
         launches: number of launches of the whole operation.
         cases: limits of single cases that differ.

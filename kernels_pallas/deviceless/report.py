@@ -12,7 +12,7 @@ _TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|HMMA)\b")
 _SHARED = r"smem_scratch_bytes=(\d+)"
 # ptxas's warnings that warpgroup products run one after the other.
 _SERIALISED = re.compile(r"\(C751\d\)")
-# Lines of XLA's launch list that put something on the GPU; a collective's start and end stand around it.
+# Lines of XLA's launch list that launch work on the GPU; a collective has a start and an end.
 _LAUNCH = re.compile(r"^\s*\d+: k(?!Sequential|Conditional|While|WaitForStreams|Async)")
 # A launch's kernel; an instruction of a module: its name, its operation, the rest of the line.
 _NAME = re.compile(r"\] +(\S+)")
@@ -24,11 +24,11 @@ class Kernel:
     """One Mosaic GPU kernel.
 
     Attributes:
-        registers: per thread at launch; warpgroups trade them afterwards.
+        registers: registers per thread at launch; warpgroups exchange them afterwards.
         spills: bytes each thread stores to local memory for want of registers.
         shared: bytes of shared memory per thread block; None where jax does not say (0.10).
         instructions: tensor-core instructions by name, as written, not as executed.
-        serialised: ptxas warned that it could not overlap warpgroup products.
+        serialised: whether ptxas warned that it could not overlap warpgroup products.
     """
 
     name: str
@@ -91,7 +91,7 @@ def purposes(launches: tuple[str, ...], hlo: str) -> tuple[str, ...]:
 
 
 def _launched(name: str) -> str:
-    """An instruction's name as XLA gives it to the kernel."""
+    """The name of an instruction, as XLA names its kernel."""
     return re.sub(r"[.-]", "_", name)
 
 

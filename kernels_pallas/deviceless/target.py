@@ -19,10 +19,10 @@ H200 = Path(__file__).with_name("h200.txtpb")
 
 def prepare(dump: Path) -> None:
     """Set up this process; call it before jax compiles anything. `report` reads the files in ``dump``."""
-    # From the nvidia-cuda-nvcc wheel: newer than most toolkits, and it spills less.
+    # From the nvidia-cuda-nvcc wheel: newer than most toolkits, and its code spills less.
     tools = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin")
     os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    # The plugin still loads as a compiler; as a platform it would look for a driver.
+    # The plugin loads as a compiler only; as a platform it would look for a driver.
     jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={xla_dump(dump)}"
     for what in ("PTX", "PTXAS", "SASS"):
@@ -30,12 +30,12 @@ def prepare(dump: Path) -> None:
 
 
 def xla_dump(dump: Path) -> Path:
-    """Where XLA writes its compiled modules."""
+    """The folder to which XLA writes its compiled modules."""
     return dump / "xla"
 
 
 def h200s(shape: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)) -> Mesh:
-    """A mesh of devices that can only be compiled for, 8 on each host."""
+    """A mesh of absent devices to compile for, 8 on each host."""
     count = math.prod(shape)
     hosts = -(-count // 8)
     topology = topologies.get_topology_desc(

@@ -1,1 +1,1 @@
-"""Where the rows of chosen experts go, and the tiles that cover them."""
+"""The layout of rows by chosen expert, and the tiles that cover the rows."""

@@ -20,15 +20,15 @@ def arrange(
     implementation: Implementation,
     interpret: Interpreter | None = None,
 ) -> Groups:
-    """Slots, and tiles of ``rows`` of them, for the rows of experts ``first, first + 1, ...``.
+    """Lay out the rows of experts ``first, first + 1, ...``: slots, and tiles of ``rows`` slots.
 
     Args:
         ids: int32, different experts for each token.
-        counts: int32; how often each block of 64 tokens chose each expert (``router.reference.count``).
+        counts: int32; choices of each expert by each block of 64 tokens (``router.reference.count``).
         first: int32.
         experts: number of experts; a row of another expert gets no slot.
         rows: rows of a tile.
-        implementation: who does it: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
+        implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:

@@ -20,7 +20,7 @@ class Shape:
     """Tokens choose some of ``total`` experts; ``here`` experts, from ``first`` on, are laid out.
 
     Attributes:
-        idle: one in ``idle`` tokens chooses none, id ``total``; 0: all choose.
+        idle: one in ``idle`` tokens chooses no expert, id ``total``; 0: all tokens choose.
     """
 
     tokens: int
@@ -64,7 +64,7 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Random choices, some experts far more often than the rest."""
+    """Random choices, in which some experts are far more frequent."""
     noise = jax.random.gumbel(key, (shape.tokens, shape.total)) + 3 * jnp.sin(jnp.arange(shape.total))
     ids = jax.lax.top_k(noise, shape.chosen)[1]
     if shape.idle:
@@ -82,14 +82,14 @@ def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tup
 
 
 def expected(shape: Shape, ids: jax.Array, counts: jax.Array, first: jax.Array) -> tuple[Array, ...]:
-    """The same in plain jnp."""
+    """The layout in plain jnp."""
     return comparable(
         shape, reference.arrange(ids.T[: shape.tokens], counts, first, experts=shape.here, rows=shape.rows)
     )
 
 
 def comparable(shape: Shape, groups: Groups) -> tuple[Array, ...]:
-    """Places, tokens of the slots that have any, and the tiles that hold any."""
+    """The defined parts of a layout: places, tokens of used slots, and tiles that are not empty."""
     place = groups.place[:, : shape.tokens]
     total = slots(shape.tokens * shape.chosen, shape.here, shape.rows)
     used = jnp.zeros(total, bool).at[place.reshape(-1)].set(True, mode="drop")

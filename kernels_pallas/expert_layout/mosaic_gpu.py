@@ -1,8 +1,8 @@
 """The layout of rows by expert for Hopper, in one launch.
 
-A thread block places 64 tokens' choices of one rank: their slots are the sizes of the experts before, the
-choices of the blocks before, and the choices of the tokens before. Every thread block adds up the sizes for
-itself from the blocks' counts, so that none waits for another.
+A thread block places 64 tokens' choices of one rank. A slot is the sum of the sizes of earlier experts, the
+choices of earlier blocks, and the choices of earlier tokens. Every thread block adds up the sizes itself from
+the blocks' counts, so that none waits for another.
 """
 
 from collections.abc import Callable
@@ -42,11 +42,11 @@ def arrange(
 
     Args:
         ids: int32, transposed, different experts for each token; T is a multiple of 64.
-        counts: int32; how often each block of 64 tokens chose each expert.
+        counts: int32; choices of each expert by each block of 64 tokens.
         first: int32; the first of the experts whose rows are laid out.
         experts: number of experts that are laid out, a multiple of 8.
         rows: rows of a tile.
-        tokens: number of the T tokens that there are.
+        tokens: number of real tokens among T.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
     blocks, chosen = counts.shape[0], ids.shape[0]
@@ -92,11 +92,11 @@ def arrange(
                 token[slot] = block * ROWS + r
 
         def needed(part: slice | pl.Slice) -> jax.Array:
-            """Tiles of each expert."""
+            """Number of tiles of each expert."""
             return lax.div(spread(sizes, part) + (rows - 1), rows)
 
         def describe(i: jax.Array, _: None) -> None:
-            """Expert, first slot and slots of 64 tiles."""
+            """Write expert, first slot and number of slots of 64 tiles."""
             chunk = block * chosen + j + i * (blocks * chosen)
             tile = row + chunk * ROWS
             owner = row_sums(lambda part, _: jnp.where(spread(ends, part) <= per_row(tile, width), 1, 0))

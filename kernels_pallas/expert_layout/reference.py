@@ -14,5 +14,5 @@ def arrange(
     rows: int,
 ) -> Groups:
     """The result of ``mosaic_gpu.arrange``; entries of empty tiles and slots may differ."""
-    del counts  # the counts of ids
+    del counts  # not needed: these are counts of ids
     return group_rows(ids - first, experts, rows)

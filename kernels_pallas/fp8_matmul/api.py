@@ -29,10 +29,10 @@ def fp8_matmul(
     """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
 
     Args:
-        x: bfloat16, or quantised already.
+        x: bfloat16 rows, or rows quantised before.
         w: e4m3, output features first; N a multiple of 64, K of 128.
         w_scale: float32 scales of 128x128 blocks, the last blocks perhaps partial.
-        implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
+        implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         summed: False leaves the parts of K that the kernel sums apart to the reader, who spares a launch.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -81,9 +81,9 @@ def parts(rows: int, columns: int, terms: int) -> int:
 
 
 def choose_tile(rows: int, columns: int, terms: int) -> Tile:
-    """How to cut a product so that it ends soonest, by the rows of operands that each thread block loads.
+    """Choose the tile with which a product ends soonest, by the rows of operands that a thread block loads.
 
-    Parts of K are written and read again as float32: more parts keep more of the GPU busy, and cost that.
+    Parts of K are written and read again as float32, so more parts keep more of the GPU busy at that cost.
     """
     height = 64 if rows <= 64 else 128
     tiles = -(-rows // height)

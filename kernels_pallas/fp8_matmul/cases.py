@@ -74,7 +74,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def work(shape: Shape) -> Work:
-    """The weight, the rows and the results moved once."""
+    """The least work: weight, rows and results moved once."""
     weights = shape.columns * (2 if shape.gated else 1)
     return Work(
         flops=2 * shape.rows * weights * shape.terms,

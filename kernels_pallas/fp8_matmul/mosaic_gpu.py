@@ -28,14 +28,14 @@ def fp8_matmul(
         x_scale: float32 scales of 1x128 blocks of x, transposed.
         w_scale: float32 scales of 128x128 blocks of w.
         tile: how the work is cut.
-        summed: False leaves the parts of K that the tile has, float32 [splits, M, N], to the reader.
+        summed: False returns the parts of K, float32 [splits, M, N], for the reader to sum.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
-        ValueError: dtypes and sizes that the tile does not fit.
+        ValueError: dtypes or sizes that do not fit the tile.
     """
     first = np.arange(0, x.shape[0], tile.rows, dtype=np.int32)
-    # One array, so that it is a constant of the program: launches would fill in equal or counting elements.
+    # One array, so that it is a constant of the program: XLA would fill several arrays by launches.
     table = np.stack([np.zeros_like(first), first, np.full_like(first, tile.rows)])
     tiles = Tiles(jnp.asarray(table), jnp.asarray(np.array([first.size], np.int32)))
     out = grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, tile=tile, interpret=interpret)

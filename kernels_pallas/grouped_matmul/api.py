@@ -32,7 +32,7 @@ def expert_mlp(
     FP8 weights multiply activations quantised to e4m3 in 1x128 blocks, once before each product.
 
     Args:
-        x: bfloat16, or quantised already; only as many rows as ``ids`` has are read.
+        x: bfloat16, or quantised before; only the first T rows, one per row of ``ids``, are read.
         ids: different experts chosen by each row, int32; an expert outside ``[first, first + E)`` contributes
             nothing.
         weights: float32.
@@ -40,10 +40,10 @@ def expert_mlp(
         down: likewise, with ``down_scale``.
         gate_up_scale: float32 scales of 128x128 blocks.
         down_scale: likewise.
-        counts: int32; how often each 64 tokens chose each of all A experts; with them a kernel lays out rows.
-        first: the expert of all A with which the E experts begin.
-        rows_per_expert: rows that an expert has on average; decides how the work is cut.
-        implementation: who multiplies: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
+        counts: int32; choices of each of the A experts per 64 tokens; with them a kernel lays out rows.
+        first: number, among A, of the first of the E experts.
+        rows_per_expert: mean number of an expert's rows; the tile depends on it.
+        implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -93,7 +93,7 @@ def _mixed(
     """Weighted sum of each token's rows, float32, written choice by choice: XLA needs one launch for it."""
     total = jnp.zeros((place.shape[1], y.shape[1]), jnp.float32)
     for k in range(place.shape[0]):
-        # Slots of no pair hold anything, NaN perhaps: a zero weight would not silence it.
+        # Slots without a pair may hold NaN, which a zero weight would not silence.
         part = y.at[place[k]].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
         total += jnp.where((place[k] < y.shape[0])[:, None], part * weights[:, k, None], 0)
     return total
@@ -109,7 +109,7 @@ def grouped_matmul(
     implementation: Implementation,
     interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
-    """``mosaic_gpu.grouped_matmul``, or the same in plain jnp with implementation "xla"."""
+    """``mosaic_gpu.grouped_matmul``, or the reference with implementation "xla"."""
     if implementation == "mosaic_gpu":
         return mosaic_gpu.grouped_matmul(x, w, x_scale, w_scale, tiles, tile=tile, interpret=interpret)
     y = reference.grouped_matmul(x, w, x_scale, w_scale, tiles, rows=tile.rows)
@@ -122,7 +122,7 @@ def _rows(tiles: Tiles, rows: int) -> Int[Array, " R"]:
 
 
 def choose_tile(rows_per_group: int, columns: int, *, gated: bool) -> Tile:
-    """How to cut a product whose groups have this many rows on average."""
+    """Choose the tile of a product whose groups have ``rows`` rows on average."""
     if rows_per_group > 64:
         return Tile(128, BLOCK, stages=4)
     if gated:

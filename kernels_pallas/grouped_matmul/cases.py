@@ -24,11 +24,11 @@ class Shape:
     Attributes:
         rows: rows of each group, in order.
         columns, terms: N and K.
-        gated: gate and up, SwiGLU of them.
+        gated: two products, gate and up, and their SwiGLU.
         fp8: e4m3 with block scales, or bfloat16.
         tile: how the work is cut.
-        spare: tiles at the end that hold nothing.
-        gap: slots that no group has, before each.
+        spare: empty tiles at the end.
+        gap: unused slots before each group.
     """
 
     rows: tuple[int, ...]
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def tiles(self) -> tuple[tuple[int, int, int], ...]:
-        """Group, first row and number of rows of each tile that holds anything."""
+        """Group, first row and number of rows of each tile that is not empty."""
         found, first = [], 0
         for group, size in enumerate(self.rows):
             first += self.gap
@@ -110,7 +110,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
-    """The kernel, and the reference's values where it writes nothing."""
+    """The kernel's result, with the reference's values in elements that it does not write."""
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
     height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)
     held = (row < height[:, None]).reshape(-1)
@@ -126,7 +126,7 @@ def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tup
 
 
 def work(shape: Shape) -> Work:
-    """Weights of the groups that have rows, the rows and the results, all moved once."""
+    """The least work: weights of groups with rows, the rows and the results, all moved once."""
     rows, used = sum(shape.rows), sum(n > 0 for n in shape.rows)
     products = 2 if shape.gated else 1
     size = 1 if shape.fp8 else 2

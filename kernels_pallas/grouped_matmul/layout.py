@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-# Groups begin at multiples of this: a tile's results are copied in pieces of this many rows.
+# Groups begin at multiples of this number: a tile's results are copied in pieces of so many rows.
 ALIGNMENT = 8
-# Above this many pairs counting the equal pairs before each costs more than sorting.
+# Above this number of pairs a sort is faster than counting the equal pairs before each pair.
 _MANY_PAIRS = 8192
 
 
@@ -18,8 +18,8 @@ class Tiles:
     """The rows that each tile multiplies, and their group.
 
     Attributes:
-        table: int32; of each tile its group, its first row and how many rows it has, a multiple of 8.
-        count: int32; its first entry says how many tiles have any rows. They come first.
+        table: int32; group, first row and number of rows of each tile, a multiple of 8.
+        count: int32; the first entry is the number of tiles with rows, which come first.
     """
 
     table: Int[Array, "3 t"]
@@ -29,11 +29,11 @@ class Tiles:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Groups:
-    """Where each token's rows go; M slots, a group's side by side.
+    """The slots of each token's rows; of M slots, a group's lie side by side.
 
     Attributes:
-        token: token in each slot; anything where there is none.
-        place: slot of each choice and token; M where it is not a group.
+        token: token in each slot; any number in an unused slot.
+        place: slot of each choice and token; M for an id that is no group.
         tiles: the tiles of the slots.
     """
 
@@ -43,19 +43,19 @@ class Groups:
 
 
 def slots(pairs: int, groups: int, rows: int) -> int:
-    """Slots that any choice of groups fits in, and a tile's rows after the last: tiles are read whole."""
+    """Number of slots that suffice for any choice of groups, and for reading the last tile whole."""
     return -(-(pairs + min(groups, pairs) * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT + rows
 
 
 def tiles(pairs: int, groups: int, rows: int) -> int:
-    """Tiles of ``rows`` rows that any choice of groups fits in."""
+    """Number of tiles of ``rows`` rows that suffice for any choice of groups."""
     return (pairs + min(groups, pairs) * (rows - 1)) // rows
 
 
 def group_rows(choices: Int[Array, "T k"], groups: int, rows: int) -> Groups:
-    """Slots for every choice of a group, ordered by group and then by token, and tiles of ``rows`` of them.
+    """Slots for all choices, ordered by group and then by token, and tiles of ``rows`` slots.
 
-    Ids outside ``[0, groups)`` get none. Few launches on a GPU: no scan, and no sort of few pairs.
+    Ids outside ``[0, groups)`` get no slot. Few launches on a GPU: no scan, and no sort of few pairs.
     """
     ids = choices.reshape(-1)
     pairs = ids.shape[0]
@@ -82,13 +82,13 @@ def _aligned(size: Int[Array, " n"]) -> Int[Array, " n"]:
 
 
 def _before(size: Int[Array, " E"]) -> Int[Array, " E"]:
-    """Sum of the sizes before each."""
+    """The sum of the sizes before each size."""
     group = jnp.arange(size.shape[0])
     return jnp.sum(jnp.where(group[:, None] < group, size[:, None], 0), axis=0, dtype=jnp.int32)
 
 
 def _rank(ids: Int[Array, " p"]) -> Int[Array, " p"]:
-    """How many equal ids come before each."""
+    """The number of equal ids before each id."""
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     if ids.shape[0] <= _MANY_PAIRS:
         same = (ids[:, None] == ids) & (index < index[:, None])

@@ -1,7 +1,7 @@
 """Grouped matrix product for Hopper: persistent, warp-specialised, block-scaled FP8 or bfloat16.
 
 Two warpgroups multiply and one loads. Each thread block walks over output tiles, group by group, and its
-loader runs ahead across tiles, so that reading weights, which decoding takes longest for, never stops. FP8
+loader runs ahead across tiles, so that weights are read without a pause: most of decoding's time. FP8
 products are summed in two levels (arXiv 2412.19437, section 3.3.2; github.com/deepseek-ai/DeepGEMM): the
 tensor cores sum 128 terms, which are scaled while they are added to a float32 sum in registers.
 """
@@ -50,9 +50,8 @@ def grouped_matmul(
         w: weights of x's dtype, output features before input features; b is 1, or 2 for gate and up.
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
-        tiles: the rows of each tile, and its group in w. Other rows are not written.
-        tile: how the work is cut.
-        interpret: parameters of Pallas' interpreter; None compiles.
+        tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
+        tile: how the work is cut. interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
         b = 1: bfloat16 [M, N], or float32 [splits, M, N] parts to be summed when ``splits`` is not 1.
@@ -107,7 +106,7 @@ class _Walk:
     scratch: dict[str, Ref]
 
     def place(self, i: jax.Array) -> Place:
-        """The place of the i-th tile of all thread blocks; tiles of one group follow each other."""
+        """The place of the i-th tile among those of all thread blocks; a group's tiles follow each other."""
         splits, columns = self.plan.tile.splits, self.plan.column_tiles
         return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
 
@@ -180,7 +179,7 @@ class _Walk:
         def step(k: jax.Array, carry: _Sums) -> _Sums:
             sums, (of_rows, *of_weights) = carry
             slot = lax.rem(i * plan.steps + k, plan.tile.stages)
-            ahead = scales(jnp.minimum(k + 1, plan.steps - 1))  # a step is time enough to load them
+            ahead = scales(jnp.minimum(k + 1, plan.steps - 1))  # loaded during a step
             plgpu.barrier_wait(s["full"].at[slot])
             new = []
             for b in range(plan.blocks):
@@ -195,7 +194,7 @@ class _Walk:
 
     def plain_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
         """The bfloat16 product: sums over K, kept by the tensor cores."""
-        del place  # only scales need it
+        del place  # needed for scales only
         plan, s = self.plan, self.scratch
 
         def over_k(*accs: Ref) -> tuple[jax.Array, ...]:
@@ -214,7 +213,7 @@ class _Walk:
         )
 
     def product(self, slot: jax.Array, b: int, wg: jax.Array) -> jax.Array:
-        """One stage's product by itself."""
+        """The product of one stage alone."""
 
         def alone(acc: Ref) -> jax.Array:
             self.multiply(acc, slot, b, wg)
@@ -231,7 +230,7 @@ class _Walk:
         plgpu.wgmma_wait(0)
 
     def store(self, wg: jax.Array, place: Place, value: jax.Array) -> None:
-        """Write a warpgroup's share of a tile, through shared memory, but no row past the tile's end."""
+        """Write a warpgroup's share of a tile through shared memory, without rows past the tile's end."""
         tile, staged = self.plan.tile, self.scratch["staged"]
         row_tile, column_tile, part = place
         row, column = self.share(wg)
@@ -260,14 +259,14 @@ class _Walk:
         row_tile, column_tile, _ = place
         peak = jnp.max(jnp.abs(value), axis=1)
         if tile.rows == WGMMA_ROWS:  # the other warpgroup has the other half of each row
-            turn = lax.rem(i, 2)  # it may be a tile ahead, never two
+            turn = lax.rem(i, 2)  # a warpgroup may be one tile ahead, never two
             s["peaks"][turn, wg] = peak
             plgpu.barrier_arrive(s["met"])
             plgpu.barrier_wait(s["met"])
             peak = jnp.maximum(peak, plgpu.layout_cast(s["peaks"][turn, 1 - wg], WGMMA_ROW))
         scale = jnp.maximum(peak, TINY) * (1 / FP8_MAX)
         self.store(wg, place, value * per_row(1 / scale, self.plan.width))
-        # Through shared memory too: an address per thread would be one too many for the registers.
+        # Through shared memory as well, as an address per thread would exceed the registers.
         s["scales"][wg] = scale
         plgpu.commit_smem()
 

@@ -16,15 +16,13 @@ COMPUTE = 2  # computing warpgroups
 
 @dataclass(frozen=True)
 class Tile:
-    """How the work is cut.
-
-    Attributes:
-        rows: rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both have
-            all rows and half of the columns, for groups of few rows.
-        columns: output columns per tile; of a gated product, of gate and up each.
-        stages: depth of the ring of operands in shared memory.
-        splits: parts of K that are summed apart, for outputs too small to fill the GPU.
-        thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors.
+    """How the work is cut. Attributes:
+    rows: rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both have
+        all rows and half of the columns, for groups of few rows.
+    columns: output columns per tile; in a gated product columns of gate, and of up.
+    stages: depth of the ring of operands in shared memory.
+    splits: parts of K that are summed apart, for outputs too small to fill the GPU.
+    thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors.
     """
 
     rows: int

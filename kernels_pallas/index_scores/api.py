@@ -13,9 +13,9 @@ from kernels_pallas.visible import Window
 
 # Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
 _PROCESSORS = 132
-# The cost of a split beside its rows - loading queries - in tiles.
+# The cost of a split beside its rows, which is loading queries, in tiles.
 _SPLIT_COST = 4
-# Rows that a TMA copy of FP8 keys' scales has at least, by the alignment of its target.
+# Least rows of a TMA copy of FP8 keys' scales, because of the alignment of its target.
 _LEAST_FP8 = 32
 
 
@@ -36,12 +36,12 @@ def index_scores(
         q: index queries.
         weights: float32.
         keys: index keys; or the two arrays of FP8 keys that `index_rows.pack` makes. Keys of rows that no
-            token sees may hold anything.
+            token sees may have any value.
         page_table: pages of each slot in order, int32; every entry must be a page.
         visible: rows that tokens see, of the L = n * S of their slot.
         implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, i = 128, heads in multiples of 8 up to 256,
             and pages of 8, 16, 32 or a multiple of 64 rows, at least 32 in FP8.
-        splits: parts of a slot's rows that run at the same time; None chooses.
+        splits: number of parts of a slot's rows that run at the same time; None: chosen.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -77,7 +77,7 @@ def index_scores(
 
 
 def _seen(visible: Window, width: int, rows: int) -> Int[Array, "4 B W"]:
-    """The kernel's view of each of ``width`` tokens; tokens past the window's see nothing."""
+    """The rows that each of ``width`` tokens sees, for the kernel; tokens past the window see no row."""
     token = jnp.arange(width, dtype=jnp.int32)
     end, bits = visible.length[:, None], jnp.zeros((1, width), jnp.int32)
     if visible.ancestors is None:
@@ -86,7 +86,7 @@ def _seen(visible: Window, width: int, rows: int) -> Int[Array, "4 B W"]:
         bits = jnp.pad(visible.ancestors, ((0, 0), (0, width - visible.ancestors.shape[1])))
     counts = token < visible.count[:, None]
     shape = counts.shape
-    # The last of the bits a row is compared with is the sign's, which is clear.
+    # The last bit that a row is compared with is the sign bit, which is clear.
     end, bits = jnp.where(counts, end, -32), jnp.where(counts, bits, 0)
     first, last = (jnp.broadcast_to(x[:, None], shape) for x in (visible.first, visible.end()))
     return jnp.stack([first, end, bits, jnp.clip(last, 0, rows)]).astype(jnp.int32)

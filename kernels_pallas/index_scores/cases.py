@@ -25,9 +25,9 @@ class Shape:
         heads: index heads.
         page: rows per page.
         spare: pages of each slot beyond those it needs.
-        splits: the kernel's argument.
-        nextn: tokens see every other draft, and not the first two rows.
-        fp8: keys in FP8.
+        splits: argument of the kernel.
+        nextn: whether tokens see every other draft, and not the first two rows.
+        fp8: whether keys are in FP8.
     """
 
     window: int
@@ -82,13 +82,13 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def _run(scores: Operation, *inputs: Any, **options: Any) -> tuple[Array, Array]:
-    """Where something is visible, and its score; a distance knows no infinities."""
+    """The visibility of each row, and its score or 0, as a distance cannot have infinities."""
     found = scores(*inputs, **options)
     return (found > -jnp.inf).astype(jnp.float32), jnp.where(jnp.isinf(found), jnp.sign(found), found)
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Pages scattered over the cache, NaN in every row that no token sees and in one that some do."""
+    """Pages scattered over the cache, NaN in every row that no token sees and in one visible row."""
     slots, columns, keys = len(shape.lengths), shape.columns, jax.random.split(key, 4)
     count, tokens = slots * columns + 1, (slots, shape.window, shape.heads)
     q = jax.random.normal(keys[0], (*tokens, DIM), jnp.bfloat16)
@@ -109,7 +109,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def work(shape: Shape) -> Work:
-    """A product of every visible row with every head's query; rows and queries read, scores written once."""
+    """The least work: products of visible rows with every head's query; rows, queries, scores moved once."""
     tokens = len(shape.lengths) * shape.window
     stored = sum(max(0, n + shape.window) for n in shape.lengths)
     visible = [max(0, n + 1 + w) for n in shape.lengths for w in range(shape.window)]

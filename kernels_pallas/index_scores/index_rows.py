@@ -3,9 +3,9 @@
     values, uint8    [i: e4m3]
     scales, float32  [1]
 
-The reference implementation turns queries and keys by a Hadamard matrix first, which spreads outliers over
-the channels; scores do not change but for rounding. Keys that were turned and keys that were not do not mix,
-so this format has one writer, which does not turn them.
+The reference implementation first multiplies queries and keys by a Hadamard matrix, which spreads outliers
+over the channels; scores change by rounding only. Such keys do not mix with other keys, so this format has
+one writer, which does not multiply.
 """
 
 import jax
@@ -21,7 +21,7 @@ Rows = tuple[jax.Array, jax.Array]
 
 
 def pack(keys: jax.Array) -> Rows:
-    """Keys [..., i] as (values [..., i], scales [..., 1]). A key that is not finite stays so."""
+    """Keys [..., i] as (values [..., i], scales [..., 1]). A key that is not finite stays not finite."""
     keys = keys.astype(jnp.float32)
     peak = jnp.maximum(jnp.abs(keys).max(axis=-1, keepdims=True), _LEAST)
     scales = jnp.exp2(jnp.ceil(jnp.log2(peak / _LARGEST)))

@@ -1,11 +1,11 @@
 """Index scores for Hopper, after DeepGEMM's sm90_fp8_paged_mqa_logits (github.com/deepseek-ai/DeepGEMM).
 
-Keys are the rows of a product, heads its columns. Unlike there, queries stay bfloat16, and FP8 keys are
-expanded to it.
+Keys are the rows of a product, heads its columns. Unlike in DeepGEMM, queries stay bfloat16, and FP8 keys are
+expanded to bfloat16.
 
 A thread block owns some window tokens of a slot and a share of its rows. A warpgroup copies tiles of 64 keys
 into a ring; two multiply, a tile each, token after token: 64 x heads scores, whose weighted sum over the
-heads is within a warp's registers. While one sums, the other multiplies.
+heads is within a warp's registers. While one warpgroup sums, the other multiplies.
 """
 
 from dataclasses import dataclass
@@ -145,7 +145,7 @@ def index_scores(
                     # Not a maximum, of which XLA on a CPU, where this is interpreted, makes 0 for NaN.
                     found = jnp.where(found < 0.0, 0.0, found) * per_column(of_heads[t], TILE)
                     total = jnp.sum(found, axis=1)
-                    # Scales are positive: they may be applied behind the products.
+                    # Scales are positive, so they may be applied after the products.
                     total = total if scales is None else total * scales
                     total = jnp.where(total != total, jnp.inf, total)
                     first, end, ahead = sees[t]

@@ -1,1 +1,1 @@
-"""The Python API: ``LLM``, ``AsyncLLM``, and the way of a prompt to text."""
+"""The Python API: ``LLM``, ``AsyncLLM``, and the modules that turn a prompt into text."""

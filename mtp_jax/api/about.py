@@ -1,4 +1,4 @@
-"""What a model and its engine are, which does not change while they serve."""
+"""Facts of a model and its engine that do not change while they serve."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ class About:
     """Facts of an ``AsyncLLM``.
 
     Attributes:
-        tokenizer: None where the folder has none.
-        sampling_defaults: what the model says of its own sampling.
-        simulated: whether no model computes.
-        structured: whether an output can be held to a grammar.
+        tokenizer: the tokenizer; None where the model's folder has none.
+        sampling_defaults: the model's own sampling options, of its generation_config.json.
+        simulated: whether a simulated device answers in the model's place.
+        structured: whether the engine can constrain an output to a grammar.
     """
 
     model: ModelConfig

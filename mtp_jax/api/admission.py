@@ -1,4 +1,4 @@
-"""How much may wait: a bound on queued requests and on their prompt tokens, taken before any work is done."""
+"""Admission: bounds on waiting requests and their prompt tokens, checked before any work is done."""
 
 import threading
 import time
@@ -76,7 +76,7 @@ class Admission:
             return reservation
 
     def correct(self, reservation: Reservation, tokens: int) -> None:
-        """The prompt turned out to have this many tokens. Raises Overloaded when they do not fit."""
+        """Replace an estimate by the prompt's number of tokens. Raises Overloaded when they do not fit."""
         with self._lock:
             self._tokens -= reservation.tokens
             reservation.tokens = 0
@@ -85,7 +85,7 @@ class Admission:
             self._tokens += tokens
 
     def overloaded(self) -> Overloaded | None:
-        """Why any request would be refused now; None while there is room."""
+        """The error with which any request would be refused now; None while the queue has room."""
         with self._lock:
             return self._full(1)
 
@@ -104,7 +104,7 @@ class Admission:
                 self._reservations.remove(reservation)
 
     def finished(self) -> None:
-        """A prompt has been answered: ``retry_after`` is estimated from its time."""
+        """Record that a prompt has been answered: ``retry_after`` is estimated from its time."""
         self._finishes.append(time.monotonic())
 
     def _full(self, requests: int) -> Overloaded | None:
@@ -133,8 +133,8 @@ class LazyPrompt:
     """A prompt that is made on a worker thread, once there is a reservation in the queue.
 
     Attributes:
-        make: makes it.
-        characters: how long its text will be, about: the queue counts them until the tokens are known.
+        make: returns the prompt; called on a worker thread.
+        characters: approximate length of its text; the queue estimates tokens from it until they are counted.
     """
 
     make: Callable[[], str | Sequence[int]]
@@ -142,7 +142,7 @@ class LazyPrompt:
 
 
 def estimate(prompt: str | Sequence[int] | LazyPrompt) -> int:
-    """Tokens of a prompt, before they are known."""
+    """An estimate of a prompt's tokens, for the time before it is tokenised."""
     if not isinstance(prompt, str | LazyPrompt):
         return len(prompt)
     characters = prompt.characters if isinstance(prompt, LazyPrompt) else len(prompt)

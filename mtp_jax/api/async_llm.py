@@ -2,8 +2,8 @@
 
     submit: a reservation in the queue -> tokenised -> inbox -> engine thread: step, text -> Stream
 
-The engine's thread alone touches the engine and every prompt's state; what it hands over, once per step, is
-immutable.
+The engine's thread alone touches the engine and every prompt's state; the values that it hands over, once per
+step, are immutable.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 class AsyncLLM:
     """A model that serves many coroutines of one event loop.
 
-    ``start`` it, ``generate`` or ``submit``, and ``close`` it; ``async with`` does the first and the last.
+    ``start`` it, ``generate`` or ``submit``, and ``close`` it; ``async with`` starts and closes it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AsyncLLM:
     # Life
 
     async def start(self, reporter: Reporter | None = None) -> None:
-        """Compile enough to serve anything, then start to; cheaper executables follow while it is idle."""
+        """Compile executables that serve any request, then start; cheaper executables follow while idle."""
         self._loop = asyncio.get_running_loop()
         with (reporter or Silent()).phase("compile", "executables") as update:
             # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
@@ -102,9 +102,9 @@ class AsyncLLM:
         self.warm_up.start()
 
     async def drain(self, timeout: float) -> bool:
-        """Take nothing new and let what runs come to its end; after ``timeout`` seconds abort the rest.
+        """Refuse new requests and wait for submitted requests to end; abort them after ``timeout`` seconds.
 
-        Returns whether everything ended by itself.
+        Returns whether every request ended by itself.
         """
         self._draining = True
         try:
@@ -116,7 +116,7 @@ class AsyncLLM:
             return False
 
     async def close(self) -> None:
-        """Abort what runs and end the engine thread. What is being compiled is not waited for."""
+        """Abort all requests and end the engine thread, without waiting for compilations in progress."""
         self._draining = True
         self._submissions.abort()
         self._closed = True
@@ -130,7 +130,7 @@ class AsyncLLM:
             await asyncio.to_thread(self.llm.group.leave)
 
     def fail(self, error: EngineStopped) -> None:
-        """Fail what runs and what comes, from any thread: the process is about to end."""
+        """Fail all present and later requests, from any thread, because the process is about to end."""
         self._thread.error = error
         if self._loop:
             self._call(partial(self._fail_all, error))
@@ -146,16 +146,16 @@ class AsyncLLM:
 
     @property
     def error(self) -> BaseException | None:
-        """What made the engine fail; None while it works."""
+        """The error that made the engine fail; None while it works."""
         return self._thread.error
 
     async def failed(self) -> None:
-        """Returns once the engine has failed and every stream has its error."""
+        """Wait until the engine has failed and every stream has its error."""
         await self._failed.wait()
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is taken any more."""
+        """Whether new requests are refused."""
         return self._draining
 
     @property
@@ -165,12 +165,12 @@ class AsyncLLM:
 
     @property
     def admission(self) -> Admission:
-        """How much waits, and may."""
+        """The queue: its bounds, and the requests and tokens that wait."""
         return self._submissions.admission
 
     @property
     def live(self) -> int:
-        """Prompts on their way."""
+        """The number of prompts that have not ended."""
         return len(self._submissions)
 
     @property
@@ -185,11 +185,11 @@ class AsyncLLM:
 
     @property
     def released(self) -> tuple[Tag, ...]:
-        """What of the device memory is given back now."""
+        """The parts of device memory that are released now."""
         return self.llm.released
 
     def stats(self) -> EngineStats:
-        """A snapshot of what the engine holds and has done, from any thread."""
+        """A snapshot of the engine's contents and totals. Any thread may ask."""
         return self.llm.engine.stats()
 
     # Weights and memory
@@ -204,14 +204,14 @@ class AsyncLLM:
         probe: Sequence[Prompt] | None = None,
         abort: bool = False,
     ) -> WeightUpdate:
-        """Put new weights in the place of the model's, all or none, while it serves.
+        """Replace the model's weights, all or none, while it serves.
 
-        They are read and checked beside the requests. Then prompts that have begun come to their end with the
-        old weights, and those in the queue wait and get the new ones: no answer is of both.
+        The new weights are read and checked while requests are served. Then prompts that have begun finish
+        with the old weights, and queued prompts wait for the new weights: no answer comes from both.
 
         Args:
             source, draft_model, keep_draft, weight_version, probe: as for ``LLM.update_weights``.
-            abort: end what has been submitted before, rather than wait for it.
+            abort: end the requests submitted before, rather than wait for them.
 
         Raises:
             CheckpointError, ConfigError, RequestError: nothing has changed.
@@ -229,13 +229,13 @@ class AsyncLLM:
     async def release_memory(
         self, tags: Sequence[Tag] | None = None, *, backup: bool = True, abort: bool = False
     ) -> None:
-        """Give device memory back, as ``LLM.release_memory``, once all that was submitted has ended.
+        """Give device memory back, as ``LLM.release_memory`` does, once every submitted request has ended.
 
-        Nothing new is taken until ``resume_memory``, or an update of the weights, has brought all of it back.
+        New requests are refused until ``resume_memory``, or an update of the weights, has restored all of it.
 
         Args:
             tags, backup: as for ``LLM.release_memory``.
-            abort: end what was submitted, rather than wait for it.
+            abort: end the submitted requests, rather than wait for them.
 
         Raises:
             ConfigError: a tag that this model does not have.
@@ -253,7 +253,7 @@ class AsyncLLM:
                 self._falling_asleep = False
 
     async def resume_memory(self, tags: Sequence[Tag] | None = None) -> None:
-        """Take back what ``release_memory`` gave. Raises ConfigError, RequestError, EngineStopped."""
+        """Restore the memory that was released. Raises ConfigError, RequestError, EngineStopped."""
         self._check_running()
         async with self._changing:
             await self.on_engine(partial(self.llm.resume_memory, tags))
@@ -261,7 +261,7 @@ class AsyncLLM:
     async def hidden_states(
         self, token_ids: Sequence[int], positions: Sequence[int] | None = None
     ) -> tuple[str, np.ndarray]:
-        """(weight version, hidden states), as ``LLM.hidden_states``, beside the requests.
+        """Return (weight version, hidden states), as ``LLM.hidden_states`` does, while requests are served.
 
         Raises RequestError, EngineStopped.
         """
@@ -280,7 +280,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, yielding its output as it grows. Ending the iteration early aborts.
 
-        ``output_kind`` of the parameters says what each output holds: by default all there is so far.
+        ``output_kind`` of the parameters chooses whether an output holds the whole text so far (the default).
         Arguments and errors are those of ``submit``; errors come with the first output.
         """
         stream = await self.submit(prompt, sampling_params, **options)
@@ -297,14 +297,14 @@ class AsyncLLM:
         """Queue one prompt.
 
         Args:
-            prompt: a string, token ids, or what makes one of them on a worker thread.
+            prompt: a string, token ids, or a ``LazyPrompt`` that makes one of them on a worker thread.
             sampling_params: how to choose tokens; None: ``llm.default_sampling_params``.
-            options: of ``RequestOptions``.
+            options: fields of ``RequestOptions``.
 
         Raises:
-            RequestError: it cannot be served.
+            RequestError: the request cannot be served.
             Overloaded: the queue is full, or too many grammars are being compiled.
-            EngineStopped: nothing can be served any more.
+            EngineStopped: the engine has ended.
         """
         self._check_running()
         self._check_awake()
@@ -346,14 +346,14 @@ class AsyncLLM:
         await self.off_loop(start)
 
     def abort(self, request_id: str) -> None:
-        """End a request, if there is one of this name: its stream gets a last output."""
+        """End the request of this name, if there is one; its stream gets a last output."""
         self._submissions.abort(request_id)
 
     async def on_engine(self, function: Callable[[], _T], between_prompts: bool = False) -> _T:
         """Run a function between two steps, on the engine's thread: for example ``flush_prefix_cache``.
 
-        between_prompts: once every prompt that has begun is complete; the others wait for it in the queue.
-        Raises EngineStopped if the engine ends before.
+        between_prompts: wait until every prompt that has begun is complete; later prompts stay in the queue
+        meanwhile. Raises EngineStopped if the engine ends before.
         """
         self._check_running(even_draining=True)
         future: Future[_T] = Future()
@@ -369,17 +369,17 @@ class AsyncLLM:
         self._calls.add(future)
         try:
             (self._thread.call_between if between_prompts else self._thread.call)(run)
-            self._check_running(even_draining=True)  # what fails from here on fails the call as well
+            self._check_running(even_draining=True)  # a failure from here on fails the call as well
             return await asyncio.wrap_future(future)
         finally:
             self._calls.discard(future)
 
     async def off_loop(self, function: Callable[[], _T]) -> _T:
-        """Run what takes long, and is no request to the engine, on a thread beside the event loop."""
+        """Run a long function that does not use the engine on a thread beside the event loop."""
         return await self._workers.run("beside", function)
 
     async def in_queue(self, prompt: Prompt | LazyPrompt, function: Callable[[], _T]) -> _T:
-        """Run what takes about as long as to tokenise a prompt, in the line and in the queue of the prompts.
+        """Run a function about as long as tokenising a prompt, on the threads and in the queue of prompts.
 
         Raises Overloaded.
         """
@@ -395,7 +395,7 @@ class AsyncLLM:
 
     def _check_running(self, even_draining: bool = False) -> None:
         if self._loop is not None and asyncio.get_running_loop() is not self._loop:
-            raise EngineStopped(  # nothing would ever come back to this one
+            raise EngineStopped(  # this request would never get an answer
                 "the engine belongs to another event loop; use it in the loop that started it"
             )
         if self.error is not None:

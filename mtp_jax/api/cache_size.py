@@ -1,7 +1,7 @@
-"""The size of the cache as a share of the device's memory: the part that weights and programs leave of it.
+"""The size of the cache as a share of the device's memory: the share that weights and programs leave free.
 
-The widest step is compiled for a small cache, which changes nothing in its other needs. A later start
-with the same options finds it among the compiled programs that are kept.
+The widest step is compiled for a small cache, since its other memory does not depend on the cache's size. A
+later start with the same options finds it among the compiled programs that are kept.
 """
 
 import math
@@ -26,7 +26,7 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
 
 POOL = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""JAX takes this share of a GPU's memory when it first uses it, and no more later."""
+"""Names the share of a GPU's memory that JAX takes when it first uses the GPU; later it takes no more."""
 
 _POOL_DEFAULT = 0.75
 _MOST_PAGES = 2**22  # the most that num_pages may say

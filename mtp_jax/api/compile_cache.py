@@ -20,8 +20,8 @@ def use_compile_cache(directory: str | Path | None) -> None:
     """Keep programs that this process compiles from now on below ``directory``, across processes.
 
     Programs of another jaxlib, processor or number of cores lie in folders of their own (``program_folder``).
-    JAX has one such folder in a process: the newest model's is used by all. None: JAX's own before
-    any was given.
+    JAX has one such folder per process, so all models use the newest model's. None: the folder that JAX had
+    before.
 
     JAX trusts what it finds there, so the folder must be ours or root's: it is created 0700, and one that
     others can write to is refused. A folder that cannot be made is not used, and a read-only folder gets

@@ -1,4 +1,4 @@
-"""A prompt on its way to its completions: tokens come out of the engine, text and outputs go to the user."""
+"""Completions of a prompt: the engine's tokens become text, and text becomes outputs for the user."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -21,7 +21,7 @@ class RequestOptions(TypedDict, total=False):
     """Options of a request besides its prompt and its choice of tokens.
 
     Keys:
-        request_id: names it to ``abort``.
+        request_id: the name that ``abort`` takes.
         priority: lower runs first; 0 unless given.
         timeout: seconds after which it ends with the reason "timeout"; None: never.
         cache_salt: only requests of the same salt share cached prefixes.
@@ -37,11 +37,11 @@ class CompletionState:
     """One completion: a request and its text so far.
 
     Attributes:
-        request: on its way through the engine.
-        text: text that may be shown.
+        request: the engine's request.
+        text: text that the user may see; a stop string that may have begun is held back.
         token_texts: text that each token added to it.
-        seen: tokens of the request's output that are in the text.
-        done: whether nothing more will come.
+        seen: number of tokens of the request's output that are in the text.
+        done: whether no further text will come.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:

@@ -1,4 +1,4 @@
-"""Where the embedded demo model is."""
+"""The location of the embedded demo model."""
 
 from pathlib import Path
 

@@ -31,9 +31,9 @@ class WeightUpdate:
 
     Attributes:
         weight_version: the new one.
-        acceptance_before: acceptance length of the probe's prompts with the weights of before; None: the
-            model does not draft, there was no prompt, or memory was released. 0.0: a completion failed, as
-            the model's numbers were not finite.
+        acceptance_before: acceptance length of the probe's prompts with the old weights; None: the model does
+            not draft, there was no prompt, or memory was released. 0.0: a completion failed because the
+            model's numbers were not finite.
         acceptance_after: the acceptance length with the new weights.
     """
 
@@ -46,7 +46,7 @@ class DeviceMemory:
     """The parameters of one model, and the cache of its engine.
 
     Attributes:
-        params: parameters on the devices; of a part that is released only the shapes.
+        params: parameters on the devices; a released part has only its shapes here.
         released: parts that are not on the devices.
     """
 
@@ -59,7 +59,7 @@ class DeviceMemory:
         self._updates = 0
 
     def tags(self, asked: Sequence[Tag] | None = None) -> list[Tag]:
-        """The parts ``asked`` for; None: all that can be released. Raises ConfigError."""
+        """Check a list of parts. None: all parts that can be released. Raises ConfigError."""
         known = self._known
         if asked is None:
             return list(known)
@@ -75,7 +75,7 @@ class DeviceMemory:
             )
 
     def release(self, engine: Engine, tags: Sequence[Tag], backup: bool) -> None:
-        """Give these back. backup: keep weights in the host's memory."""
+        """Release these parts. backup: keep a copy of weights in the host's memory."""
         engine.sleep()
         for tag in tags:
             if tag in self.released:
@@ -90,7 +90,7 @@ class DeviceMemory:
             self.released.append(tag)
 
     def resume(self, engine: Engine, tags: Sequence[Tag]) -> None:
-        """Take these back. Raises RequestError for weights of which there is no copy, ConfigError."""
+        """Put these parts back. Raises RequestError for weights without a copy, ConfigError."""
         wanted: list[Tag] = [tag for tag in tags if tag in self.released]
         if gone := [tag for tag in wanted if tag != "cache" and tag not in self._kept]:
             raise RequestError(
@@ -105,7 +105,7 @@ class DeviceMemory:
         self._wake(engine)
 
     def replace(self, engine: Engine, new: Params, weight_version: str | None) -> None:
-        """Put parameters that are on the host in the place of the old ones, released or not.
+        """Replace the parameters, released or not, by parameters that are on the host.
 
         new: without parameters that draft if these stay. weight_version: None: the count of updates.
         """
@@ -121,7 +121,7 @@ class DeviceMemory:
             engine.wake()
 
     def _place(self, engine: Engine, tag: Tag, new: PyTree) -> None:
-        """Array by array: the old arrays are gone, unless somebody else holds them."""
+        """Place array by array; each old array is freed first, unless a caller holds it."""
         if tag not in self.released:
             self.released.append(tag)
         self._set(engine, tag, _part(self._shapes, tag))
@@ -135,7 +135,7 @@ class DeviceMemory:
         self.released.remove(tag)
 
     def _set(self, engine: Engine, tag: Tag, part: PyTree) -> None:
-        """Let the engine run with this part."""
+        """Give this part to the engine."""
         trunk, drafts = (part, self.params.drafts) if tag == "weights" else (self.params, part)
         self.params = trunk.with_drafts(drafts)
         local_runner(engine).take(drafting(self.params, engine.config.num_speculative_tokens))
@@ -149,13 +149,13 @@ class NoWeights(DeviceMemory):
 
 
 def _placed(w: PyTree, where: PyTree) -> PyTree:
-    """A weight on its devices, in the form in which it was there before."""
+    """A weight on its devices, in the form that its predecessor had there."""
     placed = jax.device_put(without_bits(w), without_bits(where))
     return placed if where == without_bits(where) else with_bits(placed)
 
 
 def drafting(params: Params, num_speculative_tokens: int) -> Params:
-    """Parameters of an engine: a drafter costs nothing without speculation, as it is left out."""
+    """Parameters of an engine: without speculation the drafter is left out and costs no memory."""
     return params if num_speculative_tokens else params.with_drafts()
 
 

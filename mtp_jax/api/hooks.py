@@ -15,10 +15,10 @@ class Hooks:
     """Functions that an ``AsyncLLM`` calls, in order.
 
     Attributes:
-        at_start: awaited once the engine runs.
-        before_submit: awaited with the first request of each prompt, before the engine gets it.
-        at_close: called while the engine still runs.
-        counters: called for each ``/metrics``.
+        at_start: functions awaited once the engine runs.
+        before_submit: functions awaited with the first request of each prompt, before the engine gets it.
+        at_close: functions called on closing, while the engine still runs.
+        counters: functions called for each ``/metrics``; their totals are shown there.
     """
 
     at_start: list[Callable[[], Awaitable[None]]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Ctrl-C as a flag, for work that an exception in its midst would leave broken."""
+"""Ctrl-C as a flag, for work that an exception would leave half done."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ class Flag:
         self._pressed = False
 
     def press(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler. Pressed again before the flag was heeded, it interrupts at once."""
+        """The signal handler. A second press before the flag was read interrupts at once."""
         if self._pressed:
             signal.default_int_handler(signum, frame)
         self._pressed = True
@@ -28,7 +28,8 @@ class Flag:
 def interruptible() -> Iterator[Flag]:
     """Ctrl-C sets a flag instead of raising KeyboardInterrupt.
 
-    Not where it would raise none: in other threads, within another such block, with a handler of the program.
+    Has no effect in threads other than the main thread, within another such block, or beside a program's
+    handler.
     """
     flag = Flag()
     in_main = threading.current_thread() is threading.main_thread()

@@ -31,6 +31,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.validate import checked_ids
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
@@ -51,7 +52,7 @@ class LLM:
         """Load a model; executables are compiled when first needed, before any token is generated.
 
         Raises:
-            ConfigError, CheckpointError: say what to change.
+            ConfigError, CheckpointError: the message names the option or file to change.
         """
         self._report = options.reporter or Silent()
         self._group, self._mesh = options.group, options.mesh
@@ -93,7 +94,7 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Parameters of a prompt that has none: the model's own, where ``sampling_defaults`` is "model"."""
+        """Parameters of a prompt given alone: the model's own, where ``sampling_defaults`` is "model"."""
         return SamplingParams(**self.sampling_defaults)
 
     @property
@@ -109,7 +110,7 @@ class LLM:
         return nbytes(drafting(self._memory.params, self.engine.config.num_speculative_tokens))
 
     def _check_alone(self, what: str) -> None:
-        """Raises ConfigError over several hosts, where experts move, and without weights."""
+        """Raises ConfigError over several hosts, with experts that move, and without weights."""
         if self.simulated:
             raise ConfigError(f"{what} needs weights, but the model is simulated; leave out simulate")
         if self.engine.config.redundant_experts:
@@ -128,7 +129,7 @@ class LLM:
         self._check_alone("a second engine without speculation")
         other = copy(self)
         config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
-        if self.room:  # the first engine has taken all memory: pages for one request
+        if self.room:  # the first engine has all the memory, so take pages for one request
             config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)
         other._session = Session(other.engine)
@@ -266,12 +267,12 @@ class LLM:
 
     @property
     def weight_version(self) -> str:
-        """Names the weights; "0" until they are updated."""
+        """The name of the weights; "0" until they are updated."""
         return self.engine.weight_version
 
     @property
     def released(self) -> tuple[Tag, ...]:
-        """The memory that is given back; nothing can be served while any is."""
+        """The parts of memory that are released; no request can be served while any part is."""
         return tuple(self._memory.released)
 
     def check_memory(self) -> None:
@@ -287,7 +288,7 @@ class LLM:
         weight_version: str | None = None,
         probe: Sequence[Prompt] | None = None,
     ) -> WeightUpdate:
-        """Put new weights in the place of the model's, all or none; cached prefixes are forgotten.
+        """Replace the model's weights, all or none; cached prefixes are forgotten.
 
         Args:
             source: a folder of safetensors files, or arrays by the names that such files use.
@@ -321,17 +322,21 @@ class LLM:
         probe: Sequence[Prompt] | None = None,
         prepare: bool = True,
     ) -> WeightUpdate:
-        """The second half: put them in their place. prepare: compile the probe's programs."""
+        """The second half: put the new weights in place. prepare: compile the probe's programs."""
         self._check_idle()
-        before = self._probe(probe, prepare)
+        if probe is None and self.tokenizer is None:
+            probe = ()
+        before = self.probe_drafts(probe, prepare)
         self._memory.replace(self.engine, new, weight_version)
-        return WeightUpdate(self.engine.weight_version, before, self._probe(probe, prepare))
+        after = self.probe_drafts(probe, prepare)
+        lengths = (found and found.acceptance_length for found in (before, after))
+        return WeightUpdate(self.engine.weight_version, *lengths)
 
     def release_memory(self, tags: Sequence[Tag] | None = None, *, backup: bool = True) -> None:
-        """Give device memory back: of the "weights", of the "draft" (NextN layers), of the "cache".
+        """Release device memory of these parts: "weights", "draft" (NextN layers), "cache".
 
         Args:
-            tags: which; None: all of it.
+            tags: the parts to release; None: all parts.
             backup: keep released weights in the host's memory, for ``resume_memory``. Without a copy only
                 ``update_weights`` brings them back. On a CPU the copy is the same memory: it frees nothing.
 
@@ -346,7 +351,7 @@ class LLM:
         self._memory.release(self.engine, wanted, backup)
 
     def resume_memory(self, tags: Sequence[Tag] | None = None) -> None:
-        """Take back the memory that ``release_memory`` gave: the weights as they were, an empty cache.
+        """Restore the memory that ``release_memory`` gave up: the weights as they were, an empty cache.
 
         Raises:
             ConfigError: a tag that this model does not have.
@@ -358,13 +363,20 @@ class LLM:
         if self.engine.busy:
             raise RequestError("streams are open; read them to their end, or close them, first")
 
-    def _probe(self, prompts: Sequence[Prompt] | None, prepare: bool) -> float | None:
-        """Acceptance length over completions of some prompts; None if there is nothing to measure."""
+    def probe_drafts(
+        self, prompts: Sequence[Prompt] | None = None, prepare: bool = True
+    ) -> Speculation | None:
+        """Results of drafting over a few greedy completions, with the most drafts of every step.
+
+        prompts: None: a few of our own. prepare: compile their programs. Returns None where nothing drafts or
+        memory is released; counts of nothing if a completion failed. Raises RequestError.
+        """
+        depth = self.engine.config.num_speculative_tokens
         if prompts is None:
-            prompts = probing.PROMPTS if self.tokenizer else ()
+            prompts = probing.PROMPTS if self.tokenizer else probing.IDS
         # ``Engine.hold`` does not hold these prompts; all other requests stay in the queue while they run.
-        states = self._states(prompts, probing.PARAMS, holdable=False)
-        if not states or not self.engine.config.num_speculative_tokens or self.released:
+        states = self._states(prompts, probing.params_of(depth), holdable=False)
+        if not states or not depth or self.released:
             return None
         if prepare:
             self._prepare(states)
@@ -428,7 +440,7 @@ class LLM:
 
     @contextmanager
     def _serving(self, states: list[PromptState]) -> Iterator[None]:
-        """Submits; requests that are unfinished at the end are aborted."""
+        """Submit prompts; abort requests that are unfinished at the end of the block."""
         try:
             for state in states:
                 self._session.submit(state)

@@ -48,7 +48,7 @@ class Described:
 
 @dataclass(frozen=True)
 class LoadedModel(Described):
-    """The same with parameters on their devices."""
+    """A described model with its parameters on their devices."""
 
     params: Params
     on: Backend
@@ -69,7 +69,7 @@ def _directory(options: LLMOptions) -> Path:
 
 
 def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
-    """A configuration that names no end of a sequence takes the tokenizer's."""
+    """The configuration with the tokenizer's end-of-sequence tokens, if it has none of its own."""
     if tokenizer and not config.eos_token_ids:
         return config.with_eos(list(tokenizer.eos_ids))
     return config
@@ -111,7 +111,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
         config, params = loaded.config, loaded.params
-        del loaded  # its weights are let go one by one
+        del loaded  # so that its weights are freed one by one
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     draft = options.draft_model
     folders = (directory,) if draft is None else (directory, Path(draft))

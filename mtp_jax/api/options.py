@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SamplingDefaults = Literal["model", "none"]
 _DEFAULT_MAX_MODEL_LEN = 8192
-_SEED_BITS = 63  # the most that the option takes
+_SEED_BITS = 63  # bits of the largest seed that the option takes
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ class CompletionOutput:
         index: which of the prompt's n completions.
         text: detokenised; empty without a tokenizer.
         token_ids: emitted tokens, a final stop token included.
-        num_tokens: number of tokens, in deltas with those of earlier ones.
+        num_tokens: number of tokens; in a delta, tokens of earlier deltas count too.
         finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
             output grew too complex to go on); None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely ones.
         token_texts: text that each token added to ``text``; text held back comes with a later token.
             With deltas, text still held back at the end appears in ``text`` only, not in ``token_texts``.
-        drafted: per token whether it was; a prefill's first and each step's last token are not.
+        drafted: whether each token was a draft; a prefill's first token and each step's last token are not.
         speculation: drafts verified and accepted.
         decode_seconds: from its first token to its end; None while it runs, and without a token.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None after the
@@ -66,8 +66,8 @@ class Timing:
 class RequestOutput:
     """All completions of one prompt, and the effect of speculation on them together.
 
-    With ``output_kind = "delta"`` it is the part that is new since the output before; the prompt's
-    log-probabilities come with the first.
+    With ``output_kind = "delta"`` an output is the part that is new since the output before; the first has
+    the prompt's log-probabilities.
 
     Attributes:
         prompt: the prompt as a string, None if token ids were given.
@@ -76,7 +76,8 @@ class RequestOutput:
         prompt_logprobs: per prompt token, if asked for; the first is None.
         timing: time of the first completion to its first token, and to the end of the last completion.
         cached_tokens: tokens of the prompt whose cache was there already.
-        weight_version: name of the weights that made all of it (``LLM.update_weights``); None: it waits.
+        weight_version: name of the weights that made every token (``LLM.update_weights``); None while it
+            waits.
     """
 
     prompt: str | None

@@ -18,7 +18,7 @@ _NOTHING_DONE_SECONDS = 0.5
 
 
 class Reporter(Protocol):
-    """Where start-up phases are reported."""
+    """A receiver of start-up phases."""
 
     def phase(self, name: str, unit: str = "") -> AbstractContextManager[Update]:
         """A context that times one phase and yields its ``Update``. Without a unit nothing is counted."""

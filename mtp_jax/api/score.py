@@ -45,7 +45,7 @@ class Scorer:
         self._compiled: dict[tuple[str, int], Any] = {}
 
     def score(self, params: Params, token_ids: Sequence[int]) -> Scores:
-        """Score one sequence of at least one token. params: each time of the same shapes."""
+        """Score one sequence of at least one token. params: parameters, of the same shapes in every call."""
         length = len(token_ids)
         hidden, logits, mtp_hidden, mtp_logits = self._call(self._run, params, token_ids)
         # Causal: the padding cannot be seen from the rows that are kept.
@@ -58,13 +58,13 @@ class Scorer:
         )
 
     def hidden(self, params: Params, token_ids: Sequence[int]) -> np.ndarray:
-        """Only the trunk's hidden states, [T, D]."""
+        """The trunk's hidden states alone, [T, D]."""
         return self._call(self._run_trunk, params, token_ids)[: len(token_ids)]
 
     def _call(
         self, run: Callable[[Params, jax.Array], PyTree], params: Params, token_ids: Sequence[int]
     ) -> PyTree:
-        """The result of a function for a sequence that is padded to a power of two."""
+        """Call a function with the sequence padded to a power of two."""
         length, padded = len(token_ids), _SMALLEST
         while padded < length:
             padded *= 2

@@ -25,14 +25,14 @@ class Session:
             self.engine.submit(completion.request)
 
     def abort(self, prompt: PromptState) -> list[PromptState]:
-        """End the rest of a prompt. Returns it if anything was left."""
+        """End the unfinished completions of a prompt. Returns the prompt if it had any."""
         left = [c.request for c in prompt.completions if c.request.id in self._serving]
         for request in left:
             self.engine.abort(request)
         return self._advance(left)
 
     def step(self) -> list[PromptState]:
-        """One step of the engine, for everything it serves. Returns the prompts that advanced."""
+        """Run one step of the engine, for all its requests. Returns the prompts that advanced."""
         return self._step()[1]
 
     def run(self, requests: Iterable[Request] = ()) -> Generator[list[Request], None, None]:
@@ -53,7 +53,7 @@ class Session:
                 self.engine.abort(request)
 
     def _step(self) -> tuple[list[Request], list[PromptState]]:
-        """Ctrl-C is heeded after a step: in its midst, results have been read that are in no text yet."""
+        """Run a step, then act on Ctrl-C: within a step, results have been read that are in no text yet."""
         with interruptible() as stopped:
             requests = self.engine.step()
             prompts = self._advance(requests)
@@ -70,7 +70,7 @@ class Session:
             prompt, completion = self._serving[request.id]
             try:
                 completion.advance(self.engine)
-            except Exception:  # in this request's text: no reason to fail the rest
+            except Exception:  # an error in one request's text fails that request alone
                 _LOG.exception("a request failed")
                 self.engine.abort(request, "error")
                 completion.done = True

@@ -11,7 +11,7 @@ from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.tokenizer import Tokenizer
 
 MARK = "SIMULATED"
-"""Names the weights of a simulated model, which has none."""
+"""The weight version of a simulated model, which has no weights."""
 
 _TOKENS = 64
 """Mean number of tokens of a text: enough for a client to stream."""
@@ -33,7 +33,7 @@ def check_simulated(options: LLMOptions) -> None:
 
 
 def simulated_language(cfg: ModelConfig, rates: tuple[float, ...], tokenizer: Tokenizer | None) -> Language:
-    """Printable tokens, as a rule 64 of them."""
+    """The language of a tokenizer's printable tokens; a text has 64 tokens on average."""
     words = tokenizer and _printable(tokenizer, cfg.vocab_size)
     ends = tuple(t for t in cfg.eos_token_ids if t < cfg.vocab_size)
     return Language(cfg.vocab_size, rates, 0, words or None, ends, 1 / _TOKENS if ends else 0.0)
@@ -42,7 +42,7 @@ def simulated_language(cfg: ModelConfig, rates: tuple[float, ...], tokenizer: To
 def simulated_engine(
     cfg: ModelConfig, config: EngineConfig, language: Language, seconds: float, grammars: Grammars | None
 ) -> Engine:
-    """An engine that says a text of the language. seconds: that a step takes."""
+    """An engine whose outputs are texts of the language. seconds: duration of a step."""
     pages, size = config.pages_per_shard(1), config.page_size
     runner = Simulated(language, slots=config.max_num_seqs, pages=pages, page_size=size, seconds=seconds)
     return Engine(cfg, config, runner, grammars, MARK)

@@ -13,9 +13,9 @@ class Stream:
     If the consumer lags, intermediate states are dropped and deltas are merged.
 
     Attributes:
-        request_id: as given, or made up.
-        reservation: in the queue.
-        prompt_tokens: how long the prompt is, once it is made.
+        request_id: the caller's name for the request, or a generated name.
+        reservation: its room in the queue.
+        prompt_tokens: number of tokens of the prompt, once they are known.
     """
 
     def __init__(self, request_id: str, reservation: Reservation, deltas: bool) -> None:
@@ -44,23 +44,23 @@ class Stream:
         return output
 
     def begin(self, abort: Callable[[], None]) -> None:
-        """The engine has the prompt; ``abort`` ends it, now if that was asked for before."""
+        """Record that the engine has the prompt, and how to abort it; do so if ``abort`` came before."""
         self._abort = abort
         if self._aborted:
             abort()
 
     async def aclose(self) -> None:
-        """Abort the rest of the stream."""
+        """End the stream; the prompt is aborted."""
         self.abort()
 
     def abort(self) -> None:
-        """End it now: the last output has the finish reason "abort"."""
+        """End the prompt now; the last output has the finish reason "abort"."""
         self._aborted = True
         if self._abort and not self._ended:
             self._abort()
 
     def deliver(self, output: RequestOutput | None, error: Exception | None = None) -> None:
-        """Take the newest state, or why there will be none."""
+        """Take the newest output, or the error that ends the stream."""
         if self._deltas and self._latest and output:
             output = self._latest + output
         self._latest, self._error = output, error

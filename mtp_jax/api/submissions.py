@@ -15,11 +15,12 @@ from mtp_jax.errors import RequestError
 
 
 class Submissions:
-    """Belongs to the event loop, but for ``admitted`` and ``quiet``.
+    """Prompts that have not ended. The event loop owns them; other threads may use ``admitted`` and
+    ``quiet``.
 
     Attributes:
         admission: the queue.
-        idle: set while there is no prompt; ``quiet`` is the same for threads.
+        idle: event that is set while there is no prompt; ``quiet`` is the same event for threads.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -37,7 +38,7 @@ class Submissions:
     def enter(self, name: str | None, params: SamplingParams, tokens: int) -> Iterator[Stream]:
         """Take a name, or make one, and a place in the queue. A block that raises gives both back.
 
-        tokens: about as many as the prompt will have. Raises RequestError, Overloaded.
+        tokens: estimated number of the prompt's tokens. Raises RequestError, Overloaded.
         """
         name = self._free(name)
         reservation = self.admission.reserve(params.n, params.n * tokens)
@@ -51,17 +52,17 @@ class Submissions:
             raise
 
     def made(self, stream: Stream, state: PromptState) -> None:
-        """The prompt of a stream is made. Raises Overloaded where it is too long for the queue."""
+        """Record that a stream's prompt is made. Raises Overloaded where it is too long for the queue."""
         stream.prompt_tokens = len(state.completions[0].request.prompt)
         self.admission.correct(stream.reservation, len(state.completions) * stream.prompt_tokens)
         self._by_prompt[state] = stream
 
     def admitted(self, state: PromptState, requests: int) -> None:
-        """So many more requests of a prompt have left the queue."""
+        """Release the room of further requests of a prompt that have left the queue."""
         self.admission.release(self._by_prompt[state].reservation, requests)
 
     def deliver(self, updates: Sequence[Update]) -> None:
-        """Hand what a step made to the streams."""
+        """Hand the outputs of a step to the streams."""
         for state, output in updates:
             self._by_prompt[state].deliver(output)
             if output.finished:

@@ -1,4 +1,4 @@
-"""The one thread that steps an engine. Other threads put prompts into its inbox and hear their results."""
+"""The one thread that steps an engine. Other threads put prompts into its inbox."""
 
 import logging
 import queue
@@ -19,7 +19,7 @@ Update = tuple[PromptState, RequestOutput]
 
 
 class EngineThread:
-    """Sleeps while nothing is to be done. It alone touches the engine and every prompt's state.
+    """The owner of the engine and of every prompt's state. It sleeps while there is no work.
 
     Attributes:
         error: the error that made the engine fail; None while it works.
@@ -32,19 +32,19 @@ class EngineThread:
         updated: Callable[[Sequence[Update]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """The functions are called on this thread.
+        """Take functions, which are called on this thread.
 
         admitted: n more completions of a prompt got a slot, or ended in the queue. updated: the prompts that
-        a step advanced, in one call. failed: the engine has failed, and nothing more will come.
+        a step advanced, in one call. failed: the engine has failed and gives no further results.
         """
         self.error: BaseException | None = None
         self._engine, self._session = engine, Session(engine)
         self._admitted, self._updated, self._failed = admitted, updated, failed
-        # A function to run, and whether it is a reason to step; None: end.
+        # A function to run, and whether the engine must step after it; None ends the thread.
         self._inbox: queue.SimpleQueue[tuple[Callable[[], object], bool] | None] = queue.SimpleQueue()
         # For prompts with completions in the queue: the number of them that got a slot, or ended there.
         self._queued: dict[PromptState, int] = {}
-        self._quiet: list[Callable[[], object]] = []  # to be called once nothing runs
+        self._quiet: list[Callable[[], object]] = []  # functions to call once no prompt is running
         self._working_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -53,19 +53,19 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End once everything in the inbox has been done; waits for that."""
+        """Process the whole inbox, end the thread, and wait for its end."""
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join()
 
     @property
     def alive(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     @property
     def step_age(self) -> float:
-        """Seconds since it began the step it is in; 0.0 while nothing is to be done."""
+        """Seconds since the current step began; 0.0 between steps without work."""
         since = self._working_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -90,7 +90,7 @@ class EngineThread:
         self.call(lambda: self._enter(prompt))
 
     def abort(self, prompt: PromptState) -> None:
-        """End a prompt; it is updated a last time."""
+        """End a prompt; ``updated`` is called for it a last time."""
         self.call(lambda: self._hand_over(self._session.abort(prompt)))
 
     def _run(self) -> None:
@@ -104,7 +104,7 @@ class EngineThread:
         self._working_since = None
 
     def _commands(self) -> bool:
-        """Empty the inbox, or wait for something while there is nothing to serve; False: end."""
+        """Run the functions of the inbox; wait for one while no request is left. Returns False at the end."""
         if not self._engine.busy:
             self._working_since = None
             self._run_quiet()
@@ -120,7 +120,7 @@ class EngineThread:
             before, self._working_since = self._working_since, time.monotonic()
             function()
             if not asked:
-                self._working_since = before  # no reason to step
+                self._working_since = before  # no step is needed
 
     def _hold_for(self, function: Callable[[], object]) -> None:
         self._engine.hold()
@@ -153,5 +153,5 @@ class EngineThread:
 
 
 def _was_admitted(completion: CompletionState) -> bool:
-    """Or ended before it was; one that is preempted waits again, but not in the queue."""
+    """Whether a request has had a slot, or ended. A preempted request has had one."""
     return completion.request.progress.admitted_at is not None or completion.request.finished

@@ -1,4 +1,4 @@
-"""The programs of a server: a few are compiled before it is ready, the rest while it serves nobody."""
+"""Warm-up of a server: a few programs are compiled before it is ready, further programs while it is idle."""
 
 import logging
 import threading
@@ -26,8 +26,8 @@ class WarmUp:
         warm_up: Callable[[Key], None],
         ended: Callable[[], None],
     ) -> None:
-        """``warm_up`` runs a new program once, on the engine's thread. ``ended``: there will be no further
-        one.
+        """``warm_up`` runs a new program once, on the engine's thread. ``ended`` is called after the last
+        program.
         """
         self._engine, self._idle, self._warm_up, self._ended = engine, idle, warm_up, ended
         self._first, self._rest = engine.warm_up_keys()
@@ -43,11 +43,11 @@ class WarmUp:
         self._engine.warm_up(self._first)
 
     def start(self) -> None:
-        """Compile the rest in the background."""
+        """Compile the other programs in the background."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Compile no more; the program in progress is not waited for."""
+        """Start no further compilation, without waiting for the one in progress."""
         self._closing.set()
         self._idle.set()
 

@@ -1,4 +1,4 @@
-"""The threads beside the event loop, apart by what may wait for what."""
+"""The threads beside the event loop, in pools that do not wait for each other."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,26 +6,27 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 Work = Literal["tokenise", "grammar", "beside"]
-# Grammars have twice as many as trials run at a time: half may wait for one, or take a grammar that is known.
+# Twice the number of trials that run at a time: half of these threads may wait for a trial or use known
+# grammars.
 _THREADS: dict[Work, int] = {"tokenise": 2, "grammar": 8, "beside": 2}
 _T = TypeVar("_T")
 
 
 class Workers:
-    """Prompts on their way to the engine wait neither for what goes nowhere near it nor for grammars.
+    """Thread pools in which prompts wait neither for work without the engine nor for grammars.
 
-    Threads "tokenise" make prompts, and answers of as much work; "grammar" do the same for requests with a
-    grammar, which may take seconds to compile; "beside" do everything else.
+    The pool "tokenise" makes prompts; "grammar" makes prompts of requests with a grammar, which may take
+    seconds to compile; "beside" does all other work.
     """
 
     def __init__(self) -> None:
         self._pools = {work: ThreadPoolExecutor(count, work) for work, count in _THREADS.items()}
 
     async def run(self, work: Work, function: Callable[[], _T]) -> _T:
-        """Run a function on one of the threads for such work."""
+        """Run a function on a thread of the pool for this kind of work."""
         return await asyncio.get_running_loop().run_in_executor(self._pools[work], function)
 
     def close(self) -> None:
-        """End the threads; what runs is not waited for."""
+        """End the threads, without waiting for running functions."""
         for pool in self._pools.values():
             pool.shutdown(wait=False)

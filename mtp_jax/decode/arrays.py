@@ -1,4 +1,4 @@
-"""Arrays that cross between the host and the device, in numpy; ``launches.py`` says when. No jax here.
+"""Arrays that cross between the host and the device, in numpy; ``launches.py`` has the launches. No jax here.
 
 ``decode/sampling.py``, ``state.py`` and ``prefill.py`` register these classes as pytrees, so that programs
 take and return them with jax arrays in their fields.
@@ -32,12 +32,12 @@ class SamplingState:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """A request that is put into a slot, before its prompt is prefilled. First axis of every array: 1.
+    """A request's row for its slot, before its prompt is prefilled. First axis of every array: 1.
 
     Attributes:
-        remaining: tokens it may still emit.
-        generated: tokens it has emitted, before it was preempted.
-        depth: most drafts it wants verified per step.
+        remaining: tokens that the request may still emit.
+        generated: tokens that it emitted before it was preempted.
+        depth: most drafts of the request that one step verifies.
         suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: its pages in order, local to the slot's data shard; the spare last page where unallocated.
         sampling: its options of sampling.
@@ -53,7 +53,7 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Where the routed experts of the trunk lie, as far as it does not change.
+    """The fixed part of the routed experts' placement: numbers of layers, experts, slots and devices.
 
     Attributes:
         layers: MoE layers.
@@ -84,14 +84,14 @@ class Chunk:
     """A piece of each of G prompts, the same number per data shard, shard by shard. Idle rows have count 0.
 
     Attributes:
-        slot: whose prompt it is, each another's, in its row's data shard. Past the last slot for an idle row.
+        slot: the slot of each row's request, in the row's data shard; past the last slot for an idle row.
         start: position of the first token.
-        count: tokens that count, at most T.
+        count: number of real tokens, at most T; the tokens behind them are padding.
         final: whether the prompt ends here.
-        tokens: padded to T.
-        targets: the token after each, for prompt log-probabilities; -1 where none is asked for.
-        follows: the token after a final chunk where it is known already; -1: sample and emit it.
-        allowed: tokens that grammars allow as the first (see ``restrict``).
+        tokens: the tokens, padded to T.
+        targets: the token after each token, for prompt log-probabilities; -1 where a request wants none.
+        follows: the token after a final chunk, if a preempted request has emitted it; -1: sample and emit it.
+        allowed: masks of the tokens that grammars allow as the first token (see ``restrict``).
     """
 
     slot: Int[Any, " G"]
@@ -143,5 +143,5 @@ class MaskMaker(Protocol):
 
 
 PageData = tuple[np.ndarray, ...]
-"""All that chosen pages hold and a sequence goes on from: the trunk's and the drafter's part, in the order of
-the device's state. First axis of every array: pages."""
+"""Contents of some pages, enough for a sequence to go on from: the trunk's and the drafter's part, in the
+order of the device's state. First axis of every array: pages."""

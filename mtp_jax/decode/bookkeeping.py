@@ -1,4 +1,4 @@
-"""Bookkeeping of the state: made empty, requests put in and moved, pages read and written."""
+"""Bookkeeping of the state: making it empty, admitting and moving requests, reading and writing pages."""
 
 import itertools
 import math
@@ -71,7 +71,7 @@ def abstract_state(
 def empty_state(abstract: State) -> State:
     """A zeroed state of these shapes: no slot is active. Raises ConfigError.
 
-    A GPU refuses a cache that it has no room for; a computer ends the process, later, once the memory is
+    A GPU refuses a cache that it has no room for; on a CPU the system kills the process once the memory is
     written.
     """
     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(abstract))
@@ -133,16 +133,16 @@ def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"])
 
 
 def flush(params: Params, state: State, *, drafter: Drafter, on: Backend) -> tuple[State, Int[Array, ""]]:
-    """Let the drafter do its deferred work. The number means nothing.
+    """Write the drafter's deferred entries. The returned number has no meaning.
 
-    The state is given on to other programs, so the number says when this program has run.
+    Other programs take the state over, so the arrival of the number shows that this program has run.
     """
     own = drafter.flush(params, state.drafter, state.slots, on)
     return state.replace(drafter=own), jnp.zeros((), jnp.int32)
 
 
 def read_experts(state: State) -> tuple[State, tuple[Int[Array, "L E"], Int[Array, " L"]]]:
-    """The counts of experts, which begin anew."""
+    """Return the counts of chosen experts, and reset them."""
     assert state.experts is not None, "nothing is counted"
     zeros, read = taken(state.experts)
     return state.replace(experts=zeros), read
@@ -155,7 +155,7 @@ def read_pages(state: State, pages: Int[Array, " n"]) -> list[Shaped[Array, "n .
 
 
 def write_pages(state: State, pages: Int[Array, " n"], data: list[Shaped[Array, "n ..."]]) -> State:
-    """The state with ``data``, which ``read_pages`` gave, in these pages. Twice the same page: either."""
+    """The state with ``data``, which ``read_pages`` gave, in these pages. A page given twice takes either."""
     rest = iter(data)
 
     def written(group: Any) -> Any:

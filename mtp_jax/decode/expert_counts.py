@@ -1,4 +1,4 @@
-"""Counts of chosen experts, made on the device: experts are placed by them."""
+"""Counts of chosen experts, made on the device; the balancer places experts by them."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from mtp_jax.model.sharding import data_size, partition, sharded
 
 
 class ExpertCounts(struct.PyTreeNode):
-    """Since the host has read them. First axis of both: data shards.
+    """Counts since the host last read them. First axis of both fields: data shards.
 
     Attributes:
         load: rows of each shard that chose each expert, by MoE layer of the trunk.
@@ -26,7 +26,7 @@ class ExpertCounts(struct.PyTreeNode):
 
 
 def no_counts(layout: ExpertLayout, mesh: Mesh | None) -> ExpertCounts:
-    """Zeros."""
+    """Counts of zero."""
     shape = data_size(mesh), layout.layers
     return ExpertCounts(jnp.zeros((*shape, layout.experts), jnp.int32), jnp.zeros(shape, jnp.int32))
 
@@ -49,6 +49,6 @@ def counted(counts: ExpertCounts, routing: Sequence[Routing], mesh: Mesh | None)
 
 
 def taken(counts: ExpertCounts) -> tuple[ExpertCounts, tuple[Int[Array, "L E"], Int[Array, " L"]]]:
-    """(Zeros, (load of all shards, ``over``))."""
+    """Return (counts of zero, (load of all shards, ``over``))."""
     read = counts.load.sum(axis=0), counts.over.max(axis=0)
     return jax.tree.map(jnp.zeros_like, counts), read

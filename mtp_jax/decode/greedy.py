@@ -1,4 +1,4 @@
-"""The tokens that greedy decoding takes, without all logits at once."""
+"""Greedy decoding's tokens, computed from one part of the vocabulary after the other."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def best_tokens(
 
     best, ids, finite = of(0, hidden)
     for start in range(size, table.shape[0], size):
-        # One part after the other: XLA would compute them all first, and keep them.
+        # One part after the other: else XLA computes the logits of all parts first, and keeps them.
         hidden, best, ids, finite = jax.lax.optimization_barrier((hidden, best, ids, finite))
         top, candidates, whole = of(start, hidden)
         ids = jnp.where(top > best, candidates, ids)  # not at equality: the lowest id wins

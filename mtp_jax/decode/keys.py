@@ -8,7 +8,7 @@ from typing import Literal
 Drafting = Literal["greedy", "sampled"]
 Verifier = Literal["rejection", "block", "coupled"]
 
-# A window of 32 tokens: a bit per draft (kernels_pallas.mla_decode.visible) has no room for more.
+# A window has at most 32 tokens: kernels_pallas.mla_decode.visible packs a bit per draft into a word.
 MAX_DRAFTS = 31
 
 
@@ -35,7 +35,7 @@ class Finish(IntEnum):
 
 
 class Source(IntEnum):
-    """Where the drafts of a row come from."""
+    """The drafter that a row's drafts come from."""
 
     NEXTN = 0
     SUFFIX = 1
@@ -48,7 +48,7 @@ EXTRA_COLUMNS = 5
 
 @dataclass(frozen=True)
 class StepKey:
-    """One executable, and how many drafts it makes: windows of slots, a chunk of prompts, or both.
+    """One executable and its number of drafts: windows of slots, a chunk of prompts, or both.
 
     Attributes:
         slots: 0: no windows.
@@ -77,7 +77,7 @@ class StepKey:
 
     @property
     def program(self) -> "StepKey":
-        """The executable alone: the same for every number of drafts that it makes."""
+        """The executable's own key: the same for every number of drafts."""
         return self if self.window is None else replace(self, depth=self.window, window=None)
 
     def at(self, depth: int) -> "StepKey":
@@ -86,20 +86,20 @@ class StepKey:
 
     @property
     def bucket(self) -> "StepKey":
-        """The key that all depths of the same work share: costs are kept by it."""
+        """The key that all depths of the same work share; the controller keeps costs by it."""
         return replace(self, depth=0, window=None)
 
     @property
     def plain(self) -> "StepKey":
-        """The same without a chunk."""
+        """The key of the same step without a chunk."""
         return replace(self, tokens=0, prompts=0, prompt_logprobs=None)
 
     def covers(self, need: "StepKey") -> bool:
         """Whether this executable can do the work of ``need``.
 
-        A sampling step also serves greedy rows, and a structured one rows that every token is allowed to.
+        A sampling step also serves greedy rows, and a structured step also serves rows without a grammar.
 
-        One with a chunk is no substitute for one without: it computes many times the operations.
+        A step with a chunk does not replace one without: it computes many times the operations.
         """
         own, wanted = self.mode, need.mode
         greedy = wanted.drafting is None
@@ -133,7 +133,7 @@ def cheapest(keys: Iterable["Key"], need: StepKey) -> StepKey | None:
 
 
 def _width(logprobs: int | None) -> int:
-    """Orders how many log-probabilities a program gives; None, not even the chosen token's, is the least."""
+    """Orders programs by their log-probabilities; None, not even the chosen token's, is the least."""
     return -1 if logprobs is None else logprobs
 
 

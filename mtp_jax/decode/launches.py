@@ -1,8 +1,8 @@
-"""Everything that a device can be asked to do, as data, and the runner that does it. No jax here.
+"""The operations of a device, as data, and the runner that does them. No jax here.
 
-A launch holds keys, numbers and host arrays. So the same value is done by the runner of this process, written
-to the log between hosts and done again by a follower, or done by a simulated device. A further operation is a
-class here and a case in ``LocalRunner`` and ``Simulated`` (``mtp_jax/simulate``).
+A launch holds keys, numbers and host arrays. So this process's runner, a follower that reads it from the log
+between hosts, or a simulated device can do it. A further operation is a class here and a case in
+``LocalRunner`` and ``Simulated`` (``mtp_jax/simulate``).
 """
 
 import time
@@ -28,7 +28,7 @@ class Launch(Generic[T]):
         writes: whether it writes to pages.
         flushes: whether it may read or move the drafter's deferred entries, which are therefore written
             before it.
-        dense: whether its arrays are numbers that no compression makes smaller.
+        dense: whether compression cannot make its arrays smaller.
     """
 
     writes: ClassVar[bool] = False
@@ -38,7 +38,7 @@ class Launch(Generic[T]):
 
 @dataclass(frozen=True)
 class Admit(Launch[None]):
-    """Put a request into a slot. page: the last of the cached pages that it begins with; None: none."""
+    """Put a request into a slot. page: the last cached page of its prefix; None without a prefix."""
 
     slot: int
     row: SlotRow
@@ -47,7 +47,7 @@ class Admit(Launch[None]):
 
 @dataclass(frozen=True)
 class Move(Launch[None]):
-    """Let the request of one slot go on in another."""
+    """Move a request from one slot to another."""
 
     source: int
     target: int
@@ -63,9 +63,9 @@ class Update(Launch[None]):
 
 @dataclass(frozen=True)
 class Step(Launch[Result]):
-    """Draft and verify, and prefill a chunk padded to the key's sizes, if it takes one.
+    """Draft and verify, and prefill the chunk, if any, which is padded to the key's sizes.
 
-    A structured step needs masks, and waits for its drafts.
+    A structured step needs masks, so the host waits for its drafts.
     """
 
     writes: ClassVar[bool] = True
@@ -90,7 +90,7 @@ class Draft(Launch[tuple[np.ndarray, np.ndarray]]):
 class ReadPages(Launch[PageData]):
     """Read the contents of these pages of a data shard; later launches do not change the result.
 
-    They must be full and committed to mean anything. Any thread may wait for the result.
+    The contents are meaningful only for full, committed pages. Any thread may wait for the result.
     """
 
     shard: int
@@ -99,7 +99,7 @@ class ReadPages(Launch[PageData]):
 
 @dataclass(frozen=True)
 class WritePages(Launch[None]):
-    """Fill pages of a data shard, in order, with the contents that were read of such pages.
+    """Fill pages of a data shard, in order, with contents that ``ReadPages`` returned.
 
     Raises ValueError for data of another number of pages.
     """
@@ -121,16 +121,16 @@ class WritePages(Launch[None]):
 class ReadExperts(Launch[tuple[np.ndarray, np.ndarray]]):
     """Read the counts since the last such launch.
 
-    The result: how often each expert was chosen, int32 [layers, experts], and launches in which a layer's
-    all-to-all had no room for all rows, int32 [layers].
+    The result: counts of rows that chose each expert, int32 [layers, experts], and launches in which a
+    layer's all-to-all had no room for all rows, int32 [layers].
     """
 
 
 @dataclass(frozen=True)
 class MoveExpert(Launch[None]):
-    """Copy the expert of one slot of an MoE layer over that of another.
+    """Copy the expert in one expert slot of an MoE layer into another expert slot.
 
-    copies: the slots of every expert after that, then -1.
+    copies: the slots that hold each expert after the copy, padded with -1.
     """
 
     flushes: ClassVar[bool] = False
@@ -143,7 +143,7 @@ class MoveExpert(Launch[None]):
 
 @dataclass(frozen=True)
 class ReleaseCache(Launch[None]):
-    """Give up the cache and everything else that slots have on the device: none may be in use."""
+    """Free the cache and the device's state of all slots; no slot may be in use."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Flush:
 
     Attributes:
         at: ``time.perf_counter()`` when it began.
-        steps: how many steps without drafts had deferred work.
+        steps: number of steps that had deferred the work.
         wait: returns once it has run.
     """
 
@@ -173,7 +173,7 @@ class Pending(Generic[T]):
     Attributes:
         at: ``time.perf_counter()`` when the launch began.
         read: returns the result, once it has arrived.
-        flush: launched since the step before this one, and before this one; None: none was.
+        flush: the flush launched between the step before and this one; None if there was none.
     """
 
     at: float
@@ -203,7 +203,7 @@ class Runner(ABC):
     @property
     @abstractmethod
     def keys(self) -> Sequence[Key]:
-        """Everything compiled so far."""
+        """The keys of all programs compiled so far."""
 
     @abstractmethod
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
@@ -214,14 +214,14 @@ class Runner(ABC):
         """The cheapest compiled key for ``need``, at its depth, or None if there is none."""
 
     def cover(self, need: StepKey) -> StepKey:
-        """The same. Raises ConfigError if there is none."""
+        """The cheapest compiled key for ``need``. Raises ConfigError if there is none."""
         found = self.find(need)
         if found is None:
             raise ConfigError(f"no program covers {need}; compile it first (Engine.prepare)")
         return found
 
     def do(self, launch: Launch[T], masks: MaskMaker | None = None) -> Pending[T]:
-        """Launch, and return at once, unless a step is structured. masks: for such a step."""
+        """Launch, and return at once, unless a step is structured. masks: makes masks for such a step."""
         if launch.writes:
             for read in self.before_writing:
                 read()
@@ -250,7 +250,7 @@ class DeviceRunner(Runner):
         """Steps without drafts and without a chunk whose work the drafter can defer."""
 
     def flushed(self) -> None:
-        """Do the drafter's deferred work."""
+        """Write the drafter's deferred entries."""
         if self._deferred:
             at, steps = time.perf_counter(), self._deferred
             self._deferred, self._flush = 0, Flush(at, steps, self._launch_flush())

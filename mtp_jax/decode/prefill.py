@@ -1,6 +1,6 @@
 """The chunk of a step: rows in every cache, and the first token of each prompt that ends.
 
-The prompt of a request that was preempted is all that it had; its last token is known and only resumed from.
+A preempted request prefills its prompt and output but the newest token, which is not emitted again.
 """
 
 import jax
@@ -43,7 +43,7 @@ def rows(state: State, chunk: Chunk, pages: int, model: Model) -> Rows:
 
 
 def last_of(hidden: Float[Array, "G T D"], chunk: Chunk) -> Float[Array, "G one D"]:
-    """The hidden states of the last tokens that count."""
+    """The hidden state of each row's last real token."""
     last = jnp.maximum(chunk.count - 1, 0)[:, None, None]
     return jnp.take_along_axis(hidden, last, axis=1)
 
@@ -51,7 +51,7 @@ def last_of(hidden: Float[Array, "G T D"], chunk: Chunk) -> Float[Array, "G one 
 def first_tokens(
     rows: Rows, hidden: Float[Array, "G T D"], logits: Float[Array, "G one V"], chunk: Chunk
 ) -> tuple[Slots, Emitted]:
-    """The slots after the chunk, and the first tokens of prompts that end. logits: behind last tokens."""
+    """The slots after the chunk, and the first tokens of prompts that end. logits: of last tokens."""
     s = rows.slots
     healthy = (jnp.isfinite(hidden).all(axis=-1) | (rows.view.written < 0)).all(axis=1)
     token, finish = _first_token(logits, s, chunk, healthy)
@@ -72,7 +72,7 @@ def first_tokens(
 def scores(
     params: Params, hidden: Float[Array, "G T D"], chunk: Chunk, on: Backend, count: int
 ) -> TopLogprobs:
-    """Log-probabilities of a chunk's tokens; where no prompt asks for any, numbers that mean nothing."""
+    """Log-probabilities of a chunk's tokens; where no prompt wants any, numbers without meaning."""
 
     def scored() -> TopLogprobs:
         return top_logprobs(trunk.logits(params, hidden, on), chunk.targets, count)

@@ -13,7 +13,7 @@ from mtp_jax.decode.verify import Verdict
 
 
 class StepResult(struct.PyTreeNode):
-    """Results that the host reads, one step late.
+    """Results of a step, which the host reads one step late.
 
     Attributes:
         packed: int32 [B, W + 5], a row for each window, then for each prompt of the chunk: emitted tokens (-1

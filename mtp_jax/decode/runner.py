@@ -35,17 +35,17 @@ class LocalRunner(DeviceRunner):
     Attributes:
         params: the model's parameters, layers alike in stacks if the backend reads them there (``take``).
         model: static facts of the passes, with the backend that they run on.
-        programs: compiled for these shapes.
+        programs: the programs compiled for these shapes.
         state: the device's state; launches replace it.
     """
 
     def __init__(self, model: Model, params: Params, shape: StateShape, suffix_drafts: bool = False) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        suffix_drafts: have ``drafter.suffix.Suffix`` before the model's own drafter.
+        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter.
         """
         drafter, on = build(model.cfg, suffix_drafts), model.on
-        # The passes of several NextN layers differ, so they are no loop.
+        # The passes of several NextN layers differ, so no loop can compute them.
         loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
         super().__init__(data_size(on.mesh), layout_of(model, params), loops)
         self.model = model
@@ -59,7 +59,7 @@ class LocalRunner(DeviceRunner):
     def take(self, params: Params) -> None:
         """Run with these parameters from now on, of the same shapes as the old ones.
 
-        Shapes alone may take their place: nothing can be launched then.
+        ``params`` may hold shapes alone; then no launch is possible.
         """
         groups = self.model.on.arranged(params.layers)
         if len(groups) < len(params.layers):
@@ -70,7 +70,7 @@ class LocalRunner(DeviceRunner):
 
     @property
     def keys(self) -> list[Key]:
-        """Everything compiled so far."""
+        """The keys of all programs compiled so far."""
         return self.programs.keys
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
@@ -90,7 +90,7 @@ class LocalRunner(DeviceRunner):
 
     @property
     def deferral(self) -> int:
-        """Steps whose work the drafter can defer."""
+        """Number of steps whose work the drafter can defer."""
         return self.programs.drafter.deferral
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
@@ -108,7 +108,7 @@ class LocalRunner(DeviceRunner):
                 _arriving(*counts)
                 return lambda: tuple(map(np.asarray, counts))
             case launches.Admit(slot, row, page):
-                # Without cached pages it is the spare page: nothing reads the drafter's state from there.
+                # Without a cached prefix this is the spare page, whose drafter state no program reads.
                 page = self._shape.pages if page is None else page
                 number = self._page(slot // (self._shape.slots // self.shards), page)
                 self.state = self.programs.admit(self.state, slot, row, number)
@@ -130,7 +130,7 @@ class LocalRunner(DeviceRunner):
         return lambda: None
 
     def _step(self, key: StepKey, chunk: Chunk | None, masks: MaskMaker | None) -> Callable[[], Result]:
-        """If structured, in two launches, and it reads the drafts."""
+        """Launch a step; a structured step is two launches, between which the drafts are read."""
         if not key.mode.structured:
             self.state, result = self.programs.step(key, self.params, self.state, chunk)
         else:
@@ -169,7 +169,7 @@ class LocalRunner(DeviceRunner):
         for key, some in self._groups(pages):
             rest = key.pages - len(some)
             part = [a[first : first + len(some)] for a in data]
-            # The spare page takes contents past the end.
+            # Padding is written to the spare page.
             padded = [np.concatenate([a, np.zeros((rest, *a.shape[1:]), a.dtype)]) for a in part]
             numbers = self._numbers(key, shard, some)
             self.state = self.programs.write_pages(key, self.state, numbers, padded)
@@ -184,7 +184,7 @@ class LocalRunner(DeviceRunner):
         return [(PageKey(next(s for s in sizes if s >= len(some))), some) for some in parts]
 
     def _numbers(self, key: PageKey, shard: int, pages: Sequence[int]) -> np.ndarray:
-        """Counted over all shards, padded with the spare page."""
+        """Page numbers counted over all shards, padded with the spare page."""
         padded = [*pages, *[self._shape.pages] * (key.pages - len(pages))]
         return np.array([self._page(shard, page) for page in padded], np.int32)
 
@@ -193,7 +193,7 @@ class LocalRunner(DeviceRunner):
 
 
 def layout_of(model: Model, params: Params) -> ExpertLayout | None:
-    """The experts whose choices are counted: they can be moved, or rows take an all-to-all."""
+    """The experts whose choices are counted, as they can be moved or rows take an all-to-all; else None."""
     cfg, on = model.cfg, model.on
     moes, mesh = moe_layers(params), on.mesh
     if mesh is None or not moes or (moes[0].copies is None and on.experts.exchange is None):

@@ -1,9 +1,9 @@
-"""From logits to tokens: one set of transforms for plain sampling, for verification and for drafting.
+"""Logits to tokens: one set of transforms for plain sampling, for verification and for drafting.
 
     logits --adjust--> logits --distribution--> probabilities --sample--> tokens
 
 Every parameter is an array with one entry per slot, so requests with different settings share one executable.
-Nothing here sorts the vocabulary, leaves the device or depends on the contents of other slots.
+No function here sorts the vocabulary, copies to the host, or depends on the contents of other slots.
 """
 
 import functools
@@ -70,7 +70,7 @@ def window_counts(
     position: Int[Array, " n"] | None = None,
     lineage: Int[Array, "B W"] | None = None,
 ) -> Int[Array, "B n V"]:
-    """The output counts that these positions of a window would see without speculation; None: all positions.
+    """The output counts at these positions of a window, as without speculation; None: all positions.
 
     `counts` already holds tokens[:, 0], the slot's newest token; position i adds tokens[:, 1..i], the drafts
     it is conditioned on. Penalties therefore evolve inside the window exactly as they do token by token.
@@ -100,7 +100,7 @@ def adjust(
     rest, as in Hugging Face and vLLM. allowed: see `restrict`. Neutral parameters change no logit, and NaN
     stays NaN.
     """
-    # All of it is elementwise and fuses into one pass, so a lax.cond around it would cost more than it saves.
+    # Every transform is elementwise, and all fuse into one pass, so a lax.cond would cost more than it saves.
     bias, stop, prompt = s.logit_bias[:, None], s.stop_mask[:, None], s.prompt_mask[:, None]
     presence, frequency, repetition = (x[:, None, None] for x in (s.presence, s.frequency, s.repetition))
     early = (generated < s.min_tokens[:, None])[..., None]
@@ -143,9 +143,9 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
 
 
 def all_finite(logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
-    """Whether rows hold neither NaN nor an infinity: by one sum, as such a number less itself is not 0.
+    """Whether rows hold neither NaN nor an infinity: by one sum of x - x, which is 0 for finite x alone.
 
-    A maximum would not do: on a CPU it may pass over NaN.
+    A maximum does not serve, as on a CPU it may ignore NaN.
     """
     return jnp.sum(logits - logits, -1) == 0
 
@@ -159,7 +159,7 @@ def likeliest(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
 
 
 def draws(s: SamplingState) -> Bool[Array, ""]:
-    """Whether any row samples. Where none does, ``likeliest`` says everything."""
+    """Whether any row samples. Where none does, ``likeliest`` is the whole result."""
     return jnp.any(s.temperature > 0)
 
 
@@ -184,7 +184,7 @@ def distribution(logits: Float[Array, "B W V"], s: SamplingState) -> Float[Array
     sampled = (s.temperature > 0)[:, None, None]
     # The largest logit becomes 0 before the division: no temperature can overflow it.
     scaled = (logits - top) / jnp.where(sampled, s.temperature[:, None, None], 1)
-    # Less than, as NaN is not: it stays, and so does the sum; a broken row must stay visibly broken.
+    # NaN is not less than the limit, so it stays, and the sum is NaN: a broken row must stay visibly broken.
     weights = jnp.where(scaled < _least(scaled, s), 0, jnp.exp(scaled))
     total = jnp.sum(weights, -1, keepdims=True)
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -200,14 +200,14 @@ def _least(scaled: Float[Array, "B W V"], s: SamplingState) -> Float[Array, "B W
     """
     sampled = s.temperature > 0
     by_k, by_p = sampled & (s.top_k > 0), sampled & (s.top_p < 1)
-    # Rows that ask for no truncation keep every token: less than infinity lies above any.
+    # Rows without truncation keep every token, as their limit is infinite.
     most = jnp.where(by_k, s.top_k, jnp.inf).astype(scaled.dtype)[:, None, None]
     share = jnp.where(by_p, s.top_p, jnp.inf)[:, None, None]
 
     def truncated(i: Array, least: Array) -> Array:
         weights = jnp.where(i == 0, 1, jnp.where(scaled >= least, jnp.exp(scaled), 0))
         mass = share * jnp.sum(weights, -1, keepdims=True)
-        # At least the smallest positive limit: the most likely token always stays.
+        # The limit is positive, so the most likely token always stays.
         limit = jnp.where(i == 0, most, jnp.maximum(mass, jnp.finfo(scaled.dtype).tiny))
         return jnp.maximum(least, _boundary(scaled, weights, limit))
 
@@ -243,7 +243,7 @@ def _sortable(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def _unsortable(keys: UInt32[Array, "..."]) -> Float[Array, "..."]:
-    """The values that ``_sortable`` made these of."""
+    """The inverse of ``_sortable``."""
     bits = jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(1 << 31), ~keys)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -253,10 +253,10 @@ def row_keys(
 ) -> Key[Array, " B"]:
     """One key per row that depends on (seed, position, purpose) only, never on slot, batch or depth.
 
-    position: the slot's committed length when its drafting starts, for *every* number of the step; draft i
-    is told apart by purpose DRAFT + i. Were drafts keyed by their own position, the next step would draw the
-    same numbers again, and block verification has conditioned on them by then: the output would be biased.
-    Coupled verification does key by a token's own position: it conditions on nothing.
+    position: the slot's committed length when its drafting starts, for *every* random number of the step;
+    draft i is told apart by purpose DRAFT + i. Were drafts keyed by their own position, the next step would
+    draw the same numbers again, and block verification has conditioned on them by then: the output would be
+    biased. Coupled verification does key by a token's own position: it conditions on nothing.
     """
 
     def key(row_seed: Array, row_position: Array) -> Array:
@@ -290,9 +290,9 @@ def sample(keys: Key[Array, " B"], probs: Float[Array, "B V"]) -> Int[Array, " B
 def gumbel_sample(keys: Key[Array, "*b"], probs: Float[Array, "*b V"]) -> Int[Array, "*b"]:
     """Draw one token per row as the argmax of log p + Gumbel noise that depends on the key and the id alone.
 
-    Two distributions drawn from with one key give the same token as often as they agree, and more. Never a
-    token of probability 0. A row with NaN, or without any mass, returns NO_TOKEN. Dearer than ``sample``: a
-    random number per token of the vocabulary.
+    Draws from two distributions with one key agree with at least the probability (1 - d) / (1 + d) (see
+    ``coupled``). Never a token of probability 0. A row with NaN, or without any mass, returns NO_TOKEN.
+    It costs more than ``sample``: a random number per token of the vocabulary.
     """
     shape = (probs.shape[-1],)
 
@@ -317,7 +317,7 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B n"]) -> Int[Array, "
 def top_logprobs(logits: Float[Array, "B W V"], chosen: Int[Array, "B W"], n: int) -> TopLogprobs:
     """The model's own log-probabilities: pass the logits from before `adjust`, like vLLM's raw_logprobs.
 
-    n: static; a smaller vocabulary gives all it has. Results where `chosen` is negative mean nothing.
+    n: static; a smaller vocabulary gives all its tokens. Results where `chosen` is negative have no meaning.
     """
     log_total = jax.nn.logsumexp(logits, -1, keepdims=True)
     values, ids = lax.top_k(logits, min(n, logits.shape[-1]))

@@ -1,4 +1,4 @@
-"""Everything that lives on the device between steps: one donated pytree.
+"""The device's state between steps: one donated pytree.
 
 Invariant *committed length*: entries of a cache past a slot's ``length`` are garbage and harmless, so
 the rollback of rejected drafts is only a length.
@@ -34,7 +34,7 @@ class Slots(struct.PyTreeNode):
         active: whether steps advance the slot; a finished slot switches itself off.
         remaining: tokens the slot may still emit.
         generated: tokens emitted so far.
-        depth: most drafts the slot's request wants verified per step.
+        depth: most drafts of the slot's request that one step verifies.
         suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
         sampling: the request's options of sampling.
@@ -63,11 +63,11 @@ class DrafterState(struct.PyTreeNode):
     pages: Any
 
     def of(self, which: "Which") -> "DrafterState":
-        """The part of some slots, with all pages."""
+        """The drafter's state of some slots, and of all pages."""
         return self.replace(slots=take_slots(self.slots, which))
 
     def put(self, which: "Which", part: "DrafterState", before: "DrafterState") -> "DrafterState":
-        """The state with another part of some slots, and all pages. before: the part that ``of`` gave."""
+        """The state with this part of some slots, and all pages. before: the part that ``of`` returned."""
         return DrafterState(put_slots(self.slots, which, part.slots, before.slots), part.pages)
 
 
@@ -87,7 +87,7 @@ class State(struct.PyTreeNode):
 class StateShape:
     """Sizes of a ``State``. ``columns`` is the width of the page table.
 
-    ``pages`` are per data shard and can be handed out; each shard has one more, for rows nobody wants.
+    ``pages`` are per data shard and can be handed out; each shard has one more (spare) for padding.
     ``dtype``: the cache's; ``fp8``: latents are in e4m3 instead.
     """
 
@@ -100,11 +100,11 @@ class StateShape:
 
 
 Which = int | Int[Array, " G"]
-"""Slots that rows belong to: the first by number, or the slots given."""
+"""Slots of the rows: an int n means the first n slots, an array lists them."""
 
 
 def take_slots(slots: Tree, which: Which) -> Tree:
-    """The rows of some slots; past the last slot, anything."""
+    """The rows of some slots; a number past the last slot gives a row without meaning."""
 
     def take(a: Array) -> Array:
         if isinstance(which, int):
@@ -115,9 +115,9 @@ def take_slots(slots: Tree, which: Which) -> Tree:
 
 
 def put_slots(slots: Tree, which: Which, rows: Tree, before: Tree) -> Tree:
-    """``slots`` with the rows of some slots replaced, but not past the last slot.
+    """``slots`` with the rows of some slots replaced; rows for numbers past the last slot are dropped.
 
-    before: the rows as they were taken: an array that is still the same one is not written.
+    before: the rows as they were taken; an array that is the same object there is not written.
     """
 
     def put(a: Array, new: Array, old: Array) -> Array:

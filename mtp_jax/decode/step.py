@@ -6,12 +6,12 @@
     accept   the same transforms as plain sampling; the accepted drafts and one corrected or bonus token
     commit   lengths grow, finished slots switch themselves off, the drafter observes the kept tokens
 
-Drafting first lets every step have its own depth: nothing that depends on the depth crosses steps. The part
-of a chunk is in ``decode/prefill.py``.
+Drafting first lets every step have its own depth, as no value that depends on the depth crosses steps.
+``decode/prefill.py`` has the functions of the chunk.
 
-The tokens that a grammar allows after a draft are known on the host alone, once it has read the draft. A step
-with such a row is therefore launched as two programs, ``Step.draft`` and ``Step.verify``, of which the second
-takes the chunk; every other step is the two of them in one.
+Only the host knows the tokens that a grammar allows after a draft, once it has read the draft. A step with a
+grammar is therefore launched as two programs, ``Step.draft`` and ``Step.verify``, of which the second takes
+the chunk; every other step is both in one program.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ from mtp_jax.model.visible import chain
 
 
 def num_drafts(s: Slots, drafts: Drafts) -> Int[Array, " B"]:
-    """Drafts that each row verifies."""
+    """The number of drafts that each row verifies."""
     return jnp.minimum(s.depth, drafts.count)
 
 
@@ -105,12 +105,12 @@ Accept = Callable[..., Verdict]
 
 @dataclass(frozen=True)
 class Step:
-    """One program: drafts for the key's first slots, verified, and its chunk of prompts, or one of both.
+    """One program: it drafts and verifies for the key's slots, prefills its chunk of prompts, or does both.
 
     Attributes:
         key: sizes and modes. Its pages must cover every active slot's length + drafts + 1 rows, and the
             chunk's.
-        accept: decides which drafts stay; another function than ``accept_drafts`` in measurements alone.
+        accept: decides which drafts stay; only measurements take another function than ``accept_drafts``.
     """
 
     model: Model
@@ -125,9 +125,9 @@ class Step:
         chunk: Chunk | None = None,
         wanted: Int[Array, ""] | int | None = None,
     ) -> tuple[State, StepResult]:
-        """Draft, verify, and emit 1 to wanted + 1 tokens of each slot, and the first of prompts that end.
+        """Draft, verify, emit 1 to wanted + 1 tokens per slot, and the first token of prompts that end.
 
-        wanted: drafts, ``key.depth`` at most; None: ``key.depth``. Raises ConfigError.
+        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. Raises ConfigError.
         """
         state, drafts = self.draft(params, state, None, wanted) if self.key.slots else (state, None)
         return self.verify(params, state, drafts, None, chunk)
@@ -139,7 +139,7 @@ class Step:
         allowed: UInt32[Array, "B W words"] | None,
         wanted: Int[Array, ""] | int | None = None,
     ) -> tuple[State, Drafts]:
-        """The first half. allowed: tokens that grammars allow at each draft, as far as known yet."""
+        """The first half. allowed: masks of grammars at each draft, where known before drafting."""
         key, mode, depth = self.key, self.key.mode, self.key.room
         s, own = take_slots(state.slots, key.slots), state.drafter.of(key.slots)
         s = s.replace(page_table=s.page_table[:, : key.pages])
@@ -158,7 +158,7 @@ class Step:
         allowed: UInt32[Array, "B W words"] | None,
         chunk: Chunk | None = None,
     ) -> tuple[State, StepResult]:
-        """The second half. allowed: tokens that grammars allow at each position of the window."""
+        """The second half. allowed: masks of grammars at each position of the window."""
         pages, on = self.key.pages, self.model.on
         windows = None if drafts is None else _windows(state, drafts, pages)
         prompts = None if chunk is None else prefill.rows(state, chunk, pages, self.model)
@@ -206,7 +206,7 @@ class Step:
         return state, stack(results)
 
     def _logits(self, params: Params, hidden: list[Float[Array, "_B _W D"]]) -> list[Float[Array, "_B _W V"]]:
-        """Logits of every part, by one product."""
+        """Logits of the windows and of the chunk, by one product."""
         on = self.model.on
         whole = trunk.logits(params, join(hidden, on.mesh), on)
         return split(whole, [h.shape[:2] for h in hidden], on.mesh)
@@ -220,7 +220,7 @@ class Step:
         drafts: Drafts,
         allowed: UInt32[Array, "B W words"] | None,
     ) -> tuple[Verdict, Bool[Array, "B W"]]:
-        """The verdict, and whether logits are finite. logits: None: the likeliest tokens are enough."""
+        """The verdict, and whether logits are finite. logits: None where the likeliest tokens are enough."""
         if logits is None:
             with jax.named_scope("verify"):  # the head belongs to the trunk's pass
                 ids, healthy = best_tokens(hidden, params.table, self.model.on)
@@ -276,7 +276,7 @@ class DraftAlone:
     def __call__(
         self, params: Params, state: State, slot: Int[Array, ""]
     ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"] | None]:
-        """(Drafts, logits behind them), with rows for all slots, of which the one of ``slot`` counts."""
+        """(Drafts, logits behind them), with a row per slot, of which only ``slot``'s has a meaning."""
         s, depth = state.slots, self.key.depth
         s = s.replace(
             active=jnp.arange(len(s.active)) == slot,
@@ -302,7 +302,7 @@ def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
 
 
 def _advance(s: Slots, emitted: Emitted) -> Slots:
-    """Commit: rows up to the new length are now part of the sequence."""
+    """Commit the emitted tokens: rows up to the new length are part of the sequence now."""
     some = emitted.count > 0
     last = jnp.maximum(emitted.count - 1, 0)
     newest = jnp.take_along_axis(emitted.tokens, last[:, None], axis=1)[:, 0]

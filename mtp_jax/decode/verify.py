@@ -1,4 +1,4 @@
-"""Which drafts to keep: greedy comparison, rejection sampling, block verification and coupled sampling.
+"""Verifiers of drafts: greedy comparison, rejection sampling, block verification and coupled sampling.
 
 Row b's window holds its newest token and K drafts. `target[b, i]` is the target model's distribution after i
 drafts, `draft[b, i]` the full distribution that drafts[b, i] was drawn from (a one-hot for a greedy draft). A
@@ -8,7 +8,7 @@ distribution, however good or bad the drafts.
 A row verifies num_drafts[b] <= K drafts. At that depth the draft distribution counts as zero, so the residual
 is the target itself and the added token the usual bonus. A broken row ends earlier: before the first draft
 whose distribution is NaN or whose id is not a token (a broken drafter costs speed, never the request), and at
-the first target distribution that is NaN, from which the token is NO_TOKEN (reported, never papered over).
+the first target distribution that is NaN, from which the token is NO_TOKEN (an error that the host reports).
 All of this is known from the tokens before the end, so the guarantee holds.
 """
 
@@ -36,7 +36,7 @@ def greedy(
     num_drafts: Int[Array, " B"],
     parents: Int[Array, "B K"] | None = None,
 ) -> Verdict:
-    """Keep drafts while they are the target's tokens at their position: target_ids.
+    """Keep drafts while they equal target_ids, the target's tokens at their position.
 
     parents: of a tree, down which this is a ``walk``.
     """
@@ -79,12 +79,13 @@ def coupled(
     num_drafts: Int[Array, " B"],
     parents: Int[Array, "B K"] | None = None,
 ) -> Verdict:
-    """Keep drafts while they are the target's draws at their position (Gumbel coupling, arXiv 2408.07978).
+    """Keep drafts while they equal the target's draws at their position (Gumbel coupling, arXiv 2408.07978).
 
     keys: keys of the position that each token follows. The emitted tokens are the target's draws with them,
     under any drafts, their number, their law and their tree: a seed gives one text at every depth, 0
-    included. Drafts drawn with the same keys (``gumbel_sample``) equal it with probability (1 - d) / (1 + d)
-    or more, d the total variation distance of the two distributions; rejection sampling keeps 1 - d of them.
+    included. Drafts drawn with the same keys (``gumbel_sample``) equal the target's draw with probability
+    (1 - d) / (1 + d) or more, d the total variation distance of the two distributions; rejection sampling
+    keeps 1 - d of them.
     """
     return greedy(gumbel_sample(keys, target), drafts, num_drafts, parents)
 
@@ -144,7 +145,7 @@ def block(
     excess = jnp.maximum(here[:, :-1, None] * target[:, 1:-1] - draft[:, 1:], 0)
     residual = jnp.pad(jnp.sum(excess, -1), ((0, 0), (0, min(count, 1))))  # unused at i = K
     room = residual + 1 - here
-    # room = 0 means p_i = 1 and equal distributions: the next draft's p is 1 too, and it passes.
+    # room = 0 means p_i = 1 and equal distributions: the next draft has p = 1 too, and passes.
     inner = jnp.where(room > 0, residual / jnp.where(room > 0, room, 1), 1)
     length = jnp.arange(1, count + 1)
     threshold = jnp.where(length < depth[:, None], inner, here)
@@ -160,8 +161,8 @@ def _depth(
     drafts: Int[Array, "B K"],
     num_drafts: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """Drafts a row can verify: num_drafts, or fewer if a draft or a distribution on the way is broken."""
-    # A row of `distribution` is NaN throughout or not at all, so its first entry tells.
+    """Number of drafts that a row can verify: num_drafts, or fewer if a draft or a distribution is broken."""
+    # A row of `distribution` is NaN throughout or not at all, so its first entry shows it.
     usable = (drafts >= 0) & ~jnp.isnan(draft[..., 0]) & ~jnp.isnan(target[:, :-1, 0])
     return _leading(usable & _before(drafts, num_drafts))
 

@@ -1,4 +1,4 @@
-"""Places experts anew while serving, by how often they were chosen.
+"""Moves experts between devices while serving, by the number of times that each was chosen.
 
 At intervals of launches the engine asks for the counts, and reads them a few launches later. Layer by layer
 it makes a placement; where that is better than the present one, experts move towards it, a few per launch.
@@ -14,11 +14,11 @@ from mtp_jax.decode.arrays import ExpertLayout
 from mtp_jax.decode.launches import MoveExpert, Pending, ReadExperts, Runner
 from mtp_jax.model.placement import aligned, copies_of, first_placement, imbalance, moves, place
 
-# Beside one launch. A move takes a fraction of a millisecond within a host, some milliseconds between hosts.
+# Moves per launch. A move takes a fraction of a millisecond within a host, some milliseconds between hosts.
 MOVES = 2
-# The part of the imbalance that a better placement must take off before anything moves for it.
+# The share of the imbalance that a new placement must remove before any expert moves.
 GAIN = 0.05
-# Launches between asking for the counts and reading them: by then they have arrived.
+# Launches between the request for counts and their reading, so that they have arrived by then.
 LATE = 3
 
 
@@ -27,10 +27,10 @@ class ExpertStats:
     """Counts and moves of a balancer.
 
     Attributes:
-        readings: how often counts were read.
+        readings: number of times that counts were read.
         moves: experts copied from slot to slot.
         imbalance: load of the busiest device over the mean, by the counts read last, the mean of all layers.
-        worst: the same of the layer where it is largest.
+        worst: the imbalance of the layer where it is largest.
         over: passes through a layer whose all-to-all had no room for all rows, so that they were gathered.
     """
 
@@ -42,7 +42,7 @@ class ExpertStats:
 
 
 class Balancer:
-    """The experts of one engine. Not thread-safe.
+    """The balancer of one engine's experts. Not thread-safe.
 
     Attributes:
         placed: the expert of each slot, int [layers, slots].
@@ -60,7 +60,7 @@ class Balancer:
         self._imbalance = np.ones(layout.layers)
 
     def launched(self) -> None:
-        """Call it after each launch."""
+        """Balance a little; the engine calls this after each launch."""
         self._age += 1
         if self._pending is not None and self._age >= LATE:
             self._count(*self._pending.read())

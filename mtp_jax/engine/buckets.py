@@ -1,4 +1,4 @@
-"""The programs that work needs: buckets of slots, pages, prompt chunks and sampling modes."""
+"""The program for each piece of work: buckets of slots, pages, prompt chunks and sampling modes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +22,10 @@ class Sizes:
         chunks: factor between the lengths of chunks, up to prefill_chunk.
         prompts: most prompts per data shard in one chunk.
         pages: factor between the widths of page tables, down from that of the longest request.
-        rows: cached rows that the narrowest page table holds at least. On a CPU attention ends at the last
-            row that a token sees, so a narrower table saves nothing there.
-        moved: pages that one program reads or writes, where the host's memory keeps pages.
-        logprobs: alternatives that come with the log-probability of the chosen token.
+        rows: least number of cached rows that a page table holds. On a CPU attention ends at the last row
+            that a token sees, so a narrower table saves nothing there.
+        moved: pages that one program reads or writes, where there is a host tier.
+        logprobs: number of alternative tokens with log-probabilities, besides the chosen token.
     """
 
     slots: int = 2
@@ -43,7 +43,7 @@ SIZES = Sizes()
 
 @dataclass(frozen=True)
 class Prompts:
-    """The chunk that a step takes along: some requests of each data shard, and ``tokens`` of each."""
+    """The prompts of a chunk: some requests of each data shard, and ``tokens`` tokens of each."""
 
     tokens: int
     requests: Sequence[Sequence[Request]]
@@ -73,7 +73,7 @@ class Buckets:
         most = config.prefill_chunk
         self.chunk_sizes: Sequence[int] = buckets(most, min(SIZES.chunk, most), SIZES.chunks)
         self._slots: Sequence[int] = buckets(config.max_num_seqs, 1, SIZES.slots)
-        # Over several data shards a step has all slots, as the first few are one shard's alone.
+        # Over several data shards a step has all slots, as the first slots all belong to one shard.
         self._step_slots = self._slots if shards == 1 else (config.max_num_seqs,)
         self._page_keys = [PageKey(n) for n in SIZES.moved] if config.host_cache_gib else list[PageKey]()
 
@@ -91,7 +91,7 @@ class Buckets:
         return Prompts(tokens, alike).first(self._together(tokens))
 
     def step(self, running: Sequence[Request], depth: int, prompts: Prompts | None = None) -> StepKey:
-        """The least key of a step of ``depth`` drafts over these requests and prompts."""
+        """The smallest key for a step of ``depth`` drafts over these requests and prompts."""
         config, mode, pages = self._config, self.mode(running), 0
         slots = max((r.residence.slot + 1 for r in running), default=0)
         rows, tokens, together, scores = {(r.progress.rows_bound, r.capacity) for r in running}, 0, 0, None
@@ -124,7 +124,7 @@ class Buckets:
     def _together(self, tokens: int, waiting: int | None = None) -> int:
         """Most prompts per data shard that are prefilled at once, by ``tokens`` tokens each.
 
-        waiting: prompts that there are; None: enough.
+        waiting: number of waiting prompts; None: enough for any chunk.
         """
         fitting = min(self._config.prefill_chunk // tokens, self._config.max_num_seqs // self._shards)
         sizes = [n for n in buckets(SIZES.prompts, 1, 2) if n <= fitting]
@@ -144,8 +144,8 @@ class Buckets:
     def prepare(self, requests: list[Request], every_size: bool = False) -> list[Key]:
         """The programs to compile so that these requests can be served together.
 
-        A step must reach the highest slot that one of them has. every_size: smaller slot buckets, too, for
-        when few of them run.
+        A step must reach the highest slot that one of them has. every_size: compile smaller slot buckets,
+        too, for the time when few requests run.
         """
         if not requests:
             return []
@@ -154,7 +154,7 @@ class Buckets:
             highest = max(r.residence.slot + 1 for r in requests)
             needed = max(highest, min(len(requests), needed))
         slots = self.slots(needed)
-        # A first token comes with the chunk, but for a grammar's: a request that ends there is in no window.
+        # The chunk gives the first token, except under a grammar: a request that ends there needs no window.
         windows = any(r.max_tokens > 1 or r.constraints for r in requests)
         sizes = [b for b in self._step_slots if windows and (b == slots or (every_size and b < slots))]
         deepest, mode = max(r.depth for r in requests), self.mode(requests)
@@ -207,7 +207,7 @@ class Buckets:
         return sizes[::-1]
 
     def server(self, structured: bool) -> tuple[list[Key], list[Key]]:
-        """The programs of a server: a few that can serve anything, and the rest, cheaper, the likely first.
+        """Programs of a server: a few that serve any request, and cheaper programs, the likely ones first.
 
         Where one program serves every depth, ``_few`` are enough. Elsewhere there is a program where it
         computes much less than the next larger one, as every program costs memory (docs/programs.md).
@@ -269,12 +269,12 @@ class Buckets:
 
 
 def _scoring(key: StepKey, tokens: int) -> StepKey:
-    """The same program beside a chunk of one prompt, with log-probabilities of its tokens."""
+    """The key with a chunk of one prompt, and log-probabilities of its tokens."""
     return replace(key, tokens=tokens, prompts=1, prompt_logprobs=MAX_LOGPROBS)
 
 
 def _up_to(sizes: Sequence[int], needed: int) -> Sequence[int]:
-    """Sizes up to the first that holds ``needed``."""
+    """Sizes up to the first size that reaches ``needed``."""
     return [b for i, b in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
 
 

@@ -191,7 +191,7 @@ class EngineConfig(EngineOptions):
 
     @property
     def columns(self) -> int:
-        """Width of the page table: the pages of the longest request."""
+        """Columns of the page table: the pages of the longest request."""
         return self.pages_for(self.max_model_len)
 
     @property

@@ -16,12 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """All numbers of adaptive depth.
+    """The parameters of adaptive depth.
 
     Attributes:
         budget: share of a bucket's time that the probes of one depth may lose.
         memory: steps after which an observation of drafts and of ended rows counts 1/e.
-        kept: newest measurements whose median counts, of a depth's cost and of the machine's pace.
+        kept: number of newest measurements whose median is a depth's cost, or the machine's pace.
         block: steps of a probe: its first half settles the caches, its second half is measured.
         margin: share of a step's time that another depth must save before it replaces the incumbent; a probe
             is taken to lose this share at least.
@@ -62,15 +62,15 @@ class Yield:
 
     def __init__(self, most: int, policy: DepthPolicy) -> None:
         self._policy = policy
-        # By position: drafts verified, and accepted, given that all earlier drafts were.
+        # Indexed by position: drafts verified, and drafts accepted, where all earlier drafts were accepted.
         self._tried, self._held = [0.0] * most, [0.0] * most
-        # By depth: tokens accepted, and emitted. Fewer, because rows end within a step, and because a step
-        # may be on its way when the one before it turns out to be the last.
+        # Indexed by depth: tokens accepted, and emitted. Fewer are emitted, because rows end within a step,
+        # and because a step may be on its way when the one before it turns out to be the last.
         self._due, self._emitted = [policy.weight] * (most + 1), [policy.weight] * (most + 1)
         self._tokens = self._expected()
 
     def add(self, depth: int, depths: Sequence[int], rows: Sequence[Row]) -> None:
-        """Take a step's rows. Earlier drafts count less with every step, so that the prior is left."""
+        """Add the rows of a step. Older drafts count less with every step, and fade to the prior."""
         fade = 1 - 1 / self._policy.memory
         for i in range(len(self._tried)):
             self._tried[i] *= fade
@@ -81,7 +81,7 @@ class Yield:
             for i in range(min(accepted + 1, drafted)):
                 self._tried[i] += n
                 self._held[i] += n * (i < accepted)
-            # A row that had ended emits nothing, and its tokens are not known.
+            # A row that had ended emits no token; its expected number stands in.
             self._due[depth] += n * (accepted + 1 if emitted else self._tokens[min(depth, most)])
             self._emitted[depth] += n * emitted
         self._tokens = self._expected()
@@ -95,7 +95,7 @@ class Yield:
         return expected
 
     def tokens(self, depth: int, asked: Mapping[int, int]) -> float:
-        """Expected tokens of a step. asked: number of rows by the most drafts that they verify."""
+        """Expected tokens of a step. asked: numbers of rows, by most drafts to verify."""
         due = sum(n * self._tokens[min(depth, most)] for most, n in asked.items())
         return due * min(self._emitted[depth] / self._due[depth], 1)
 
@@ -105,7 +105,7 @@ class Costs:
 
     The pace is the time of the incumbent's newest steps, relative to its cost. A slow spell of the machine
     moves the pace alone. The first steps of a new incumbent are read against the pace of the one before, and
-    renew its cost: where two depths take turns as the incumbent, neither is ever probed.
+    renew its cost: where two depths take turns as the incumbent, neither depth is ever probed.
     """
 
     def __init__(self, policy: DepthPolicy) -> None:
@@ -117,21 +117,21 @@ class Costs:
         self._cost: dict[int, float] = {}  # median logarithms
         self._paces, self._pace = window(), 0.0
         self._waited: dict[int, float] = {}
-        # Steps so far, and how many they were when each depth was last measured with settled caches.
+        # The count of steps, and its value when each depth was last measured with settled caches.
         self._steps, self._settled = 0, dict[int, int]()
-        # The incumbent that sets the pace, and how many of its next steps renew its cost first.
+        # The incumbent, which sets the pace, and the number of its next steps that renew its cost.
         self._pacer: int | None = None
         self._renewals = 0
         self.incumbent: int | None = None
 
     def known(self, depth: int) -> bool:
-        """Whether the depth has been measured at all."""
+        """Whether the depth was ever measured."""
         return depth in self._cost
 
     def fresh(self, depth: int) -> bool:
         """Whether it has been measured with settled caches, while serving or in warm-up, and not long ago.
 
-        Not long ago: within the steps that ``kept`` measurements span at one in every ``memory`` steps.
+        "Not long ago" means within kept * memory steps.
         """
         since = self._steps - self._settled.get(depth, -math.inf)
         return since < self._policy.kept * self._policy.memory
@@ -145,7 +145,7 @@ class Costs:
         return self._waited.get(depth, 0.0)
 
     def add(self, depth: int, seconds: float, settled: bool) -> None:
-        """Take a step. settled: other steps of its depth ran right before it."""
+        """Add a step's time. settled: whether steps of the same depth ran right before it."""
         for d in self._waited:
             self._waited[d] += seconds
         self._waited[depth] = 0.0
@@ -161,10 +161,10 @@ class Costs:
             self._settled[depth] = self._steps
 
     def _renews(self, incumbent: int) -> bool:
-        """Whether a settled step of the incumbent is one of the first since another depth was that.
+        """Whether a settled step is one of the first since its depth became the incumbent.
 
-        The number of a probe's measurements: their median over several turns is right, though the pace may
-        change with one of them.
+        The first steps are as many as a probe measures: their median over several turns is right, even if the
+        pace changes.
         """
         if incumbent != self._pacer:
             self._renewals = 0 if self._pacer is None else self._policy.block // 2
@@ -181,15 +181,15 @@ class DepthController:
     """Chooses the executable of every step, from measured costs and acceptance."""
 
     def __init__(self, most: int, policy: DepthPolicy | None = None) -> None:
-        """most: the deepest step."""
+        """most: depth of the deepest step."""
         self.policy = policy = policy or DepthPolicy()
         self._yield = Yield(most, policy)
         self._costs: defaultdict[Any, Costs] = defaultdict(lambda: Costs(policy))
-        # The probe that runs: its depth, and the steps of it that are left.
+        # The current probe: its depth, and the number of its steps that are left.
         self._probe, self._left = 0, 0
-        # The depth of the last step that was read, and how many of it were read in a row.
+        # The depth of the last step that was read, and the number of such steps read in a row.
         self._depth, self._row = 0, 0
-        # Recent seconds: all, seconds with a known cost at depth 0, and the time of their tokens at depth 0.
+        # Recent seconds: all; those of steps with a cost at depth 0; the same tokens' seconds at depth 0.
         self._took = self._covered = self._plain = 0.0
 
     def forget(self) -> None:
@@ -198,11 +198,11 @@ class DepthController:
         self._took = self._covered = self._plain = 0.0
 
     def costs(self, key: _Key) -> Costs:
-        """The book of the key's bucket."""
+        """The costs of the key's bucket."""
         return self._costs[key.bucket]
 
     def learn(self, key: _Key, seconds: float, depths: Sequence[int], rows: Sequence[Row]) -> None:
-        """Take a step that was read, or one over empty slots in warm-up: then there are no rows.
+        """Learn from a step that was read, or from a warm-up step over empty slots, which has no rows.
 
         seconds: without the writing of NextN entries that earlier steps deferred, but with the step's share
         of writing its own deferred entries. depths: the most drafts each row verifies.
@@ -223,7 +223,7 @@ class DepthController:
         self._plain *= fade
         if costs.fresh(0) and costs.known(depth):
             self._covered += seconds
-            # At depth 0 a step counts as itself, with any number of tokens. No deeper step takes less.
+            # A step at depth 0 counts with its own seconds; its cost is at most a deeper step's.
             gain = tokens * min(costs.seconds(0) / costs.seconds(depth), 1) if depth else 1
             self._plain += seconds * gain
 
@@ -231,8 +231,8 @@ class DepthController:
     def speedup(self) -> float | None:
         """Seconds that recent tokens would have taken at depth 0, over the seconds they took.
 
-        Steps all of whose rows forbid drafts do not count. At most the tokens per step of the rest. None
-        while depth 0 has not been measured lately for half of the time. Any thread may ask.
+        Steps all of whose rows forbid drafts do not count. At most the tokens per counted step. None while
+        depth 0 has not been measured lately for half of the time. Any thread may ask.
         """
         took, covered, plain = self._took, self._covered, self._plain
         return plain / covered if covered and covered >= took / 2 else None
@@ -244,11 +244,11 @@ class DepthController:
         return max((self._yield.tokens(d, asked) / costs.seconds(d) for d, costs in known), default=None)
 
     def choose(self, keys: Sequence[K], depths: Sequence[int], price: float | None = None) -> K:
-        """The best of these keys, or one to be measured.
+        """The best of these keys, or a key to be measured.
 
-        depths: the most drafts each row verifies. price: tokens that a second is worth; None: the best
-        key's rate. A step that takes prompt tokens along needs it: they take their time at any depth, so
-        tokens per second would favour deep steps. There it is the ``rate`` of steps without prompt tokens.
+        depths: the most drafts each row verifies. price: tokens that a second is worth; None: the best key's
+        rate. A step with prompt tokens needs a price, the ``rate`` of steps without them: prompt tokens take
+        time at any depth, so tokens per second would favour deep steps.
         """
         by_depth, p = {k.depth: k for k in keys}, self.policy
         costs = {d: self.costs(k) for d, k in by_depth.items()}

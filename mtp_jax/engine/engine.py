@@ -56,10 +56,10 @@ class Engine:
     """Runs requests over slots. Not thread-safe: one thread owns it.
 
     Attributes:
-        tier: where pages go that the prefix cache has no room for; None: nowhere.
+        tier: the host tier, which takes pages that the prefix cache evicts; None: there is no host tier.
         launches: steps launched so far.
-        weight_version: names the parameters that the runner has; requests take it along.
-        asleep: whether the runner lacks parameters or state: nothing may be launched.
+        weight_version: the name of the runner's parameters; a request keeps the name it ran with.
+        asleep: whether the runner lacks parameters or state, so that no launch is allowed.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Engine:
     ) -> None:
         """Compiles nothing yet (``prepare``).
 
-        runner: has the slots and pages that ``config`` says. grammars: serve structured output; None
-        refuses it. weight_version: names the parameters that the runner has.
+        runner: a runner with the slots and pages of ``config``. grammars: the compiler for structured output;
+        None refuses structured output. weight_version: names the parameters that the runner has.
         """
         self.cfg, self.config, self.runner, self.grammars = cfg, config, runner, grammars
         self.shards, self.pages = runner.shards, config.pages_per_shard(runner.shards)
@@ -108,7 +108,7 @@ class Engine:
         return self._inputs.requests(1, prompt, params, terms)[0]
 
     def submit(self, request: Request) -> None:
-        """Queue a request that ``make_request`` built. One without a seed gets one of the engine's."""
+        """Queue a request that ``make_request`` built. The engine draws a seed for a request without one."""
         own = request.progress
         own.seed = int(self._seeds.integers(2**32)) if request.seed is None else request.seed
         own.arrived = time.perf_counter() if request.arrived is None else request.arrived
@@ -124,12 +124,12 @@ class Engine:
             self._finish(request, reason, known=False)
 
     def stop(self, request: Request, tokens: int, string: str) -> None:
-        """End a request at a stop string, which the text of its first ``tokens`` ends with."""
+        """End a request at a stop string, with which the text of its first ``tokens`` tokens ends."""
         own = request.progress
         own.cut(tokens)
         own.stop_reason = string
         self.abort(request, "stop")
-        if own.finish_reason != "stop":  # its last token completed the string
+        if own.finish_reason != "stop":  # the request's last token completed the stop string
             self.counters.ended_anew(own.finish_reason, "stop")
             own.finish_reason = "stop"
 
@@ -146,7 +146,7 @@ class Engine:
     ) -> None:
         """Compile the missing programs for these requests, beside requests that are being served.
 
-        every_size: smaller steps, too, for when few of them are left: more to compile, less to compute.
+        every_size: compile smaller steps, too, for the time when few requests are left.
         """
         keys = self.buckets.prepare([*self.scheduler.live(), *requests], every_size)
         self.runner.compile(keys, done)
@@ -175,11 +175,11 @@ class Engine:
                 self.depth.learn(key, seconds + self._deferring(key), [], [])
 
     def _depths(self, key: StepKey) -> Sequence[int]:
-        """The depths at which an executable will run."""
+        """The depths at which this executable will run."""
         return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
-        """Executables for serving: programs that can serve anything, and cheaper ones for smaller work."""
+        """Keys for serving: programs that serve any request, and cheaper programs for smaller work."""
         return self.buckets.server(structured=self.grammars is not None)
 
     def flush_prefix_cache(self) -> None:
@@ -190,24 +190,24 @@ class Engine:
             self.tier.forget()
 
     def new_weights(self, version: str) -> None:
-        """The runner has other parameters: pages of past requests, made with the old ones, are forgotten."""
+        """Record that the runner has new parameters; pages made with the old parameters are forgotten."""
         self.flush_prefix_cache()
         self.weight_version = version
 
     def sleep(self) -> None:
-        """The runner is about to lack parameters or state."""
+        """Forbid launches: the runner is about to lack parameters or state."""
         self.asleep = True
 
     def wake(self) -> None:
-        """The runner has all of them again."""
+        """Allow launches again: the runner has its parameters and state."""
         self.asleep = False
 
     def hold(self) -> None:
-        """Keep requests that have not begun in the queue, even past their deadlines."""
+        """Keep requests that have not begun in the queue, even past their deadlines, until ``resume``."""
         self.scheduler.held = True
 
     def resume(self) -> None:
-        """Serve them again."""
+        """Serve the requests that ``hold`` kept back."""
         self.scheduler.held = False
 
     def stats(self) -> EngineStats:
@@ -219,7 +219,7 @@ class Engine:
         )
 
     def step(self) -> list[Request]:
-        """One turn, as ``Turns.next`` decides: launches, then reads. Returns requests that advanced."""
+        """Do one turn, as ``Turns.next`` decides: launches, then reads. Returns requests that advanced."""
         advanced = self._end_late()
         for action in self.turns.next(self._inflight):
             if isinstance(action, ReadOldest):
@@ -244,7 +244,7 @@ class Engine:
         return late
 
     def _finish(self, request: Request, reason: str, known: bool = True) -> None:
-        """End a request. known: whether the device knows."""
+        """End a request. known: whether the device has ended it itself."""
         self.scheduler.release(request, known)
         request.progress.end(reason)
         self.counters.finished[reason] += 1
@@ -348,7 +348,7 @@ class Engine:
             if request.finished:
                 continue
             if request.constraints and request.constraints.failed:
-                self.abort(request, "error")  # its masks meant nothing
+                self.abort(request, "error")  # its masks had no meaning
                 advanced.append(request)
                 continue
             windows, scored = launch.key.slots, request.params.prompt_logprobs is not None
@@ -381,12 +381,12 @@ class Engine:
         return advanced
 
     def _stop_token(self, request: Request) -> int | None:
-        """The token that stopped a request, unless it is the model's own end of a sequence."""
+        """The stop token that ended a request; None for the model's own end-of-sequence token."""
         own = () if request.params.ignore_eos else self.cfg.eos_token_ids
         return None if request.progress.output[-1] in own else request.progress.output[-1]
 
     def _arrive(self, pending: Pending[Result]) -> tuple[Result, float]:
-        """The result of a launch, and the seconds it took. A flush before it is measured by itself."""
+        """The result of a launch, and the seconds it took. A flush before it has its own time."""
         if pending.flush:
             pending.flush.wait()
             self.timings.flushed(self.timings.ended(pending.flush.at), pending.flush.steps)
@@ -409,7 +409,7 @@ class Engine:
         seconds += self._deferring(key)
         c.stepped(key.depth, seconds)
         depths, counts = [r.depth for _, r in launch.rows], extra[:, COUNT].tolist()
-        # A row without a draft counts as one whose drafts were refused: deeper steps bring it nothing.
+        # A row without a draft counts as if its drafts were refused: deeper steps gain nothing for it.
         offered = [min(d, key.depth) if n else 0 for d, n in zip(depths, counts, strict=True)]
         rows = list(zip(offered, accepted, counts, strict=True))
         self.depth.learn(key, seconds, depths, rows)

@@ -1,4 +1,4 @@
-"""Requests as the arrays that the device's programs take. No jax here."""
+"""Conversion of requests to the arrays that programs take. No jax here."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ from mtp_jax.engine.request import Request
 
 
 def page_row(pages: list[int], columns: int, spare: int) -> np.ndarray:
-    """A row [1, columns] of the page table, with the spare page where there is none."""
+    """A row [1, columns] of the page table, with the spare page where the request has none."""
     row = np.full((1, columns), spare, np.int32)
     row[0, : len(pages)] = pages
     return row

@@ -1,7 +1,7 @@
 """The pages of one data shard: free, in use by requests, or kept by the prefix cache. No jax here.
 
-A full page that somebody computed is registered under a digest of all tokens up to its end. When nobody uses
-it any more it stays, least recently used first to go, until its room is needed.
+A full, computed page is registered under a digest of all tokens up to its end. When no request uses it any
+more, it stays until its room is needed; the least recently used page goes first.
 """
 
 from collections import OrderedDict
@@ -12,14 +12,14 @@ import numpy as np
 
 from mtp_jax.errors import ConfigError
 
-_MOST = 2**22  # the host's facts about each fit in a few hundred MB
+_MOST = 2**22  # the host's records of so many pages fit in a few hundred MB
 
 
 class PagePool:
     """Hands out page numbers. Invariant: with no live request every page is free or kept as a prefix."""
 
     def __init__(self, pages: int, evicted: Callable[[int, bytes], None] | None = None) -> None:
-        """evicted: is told each page, and its digest, that ``allocate`` forgets, before it is handed out."""
+        """evicted: called with each page that ``allocate`` forgets, and its digest, before its new use."""
         if not 1 <= pages <= _MOST:
             raise ConfigError(f"num_pages = {pages}; expected an integer from 1 to {_MOST}")
         self.pages, self._evicted = pages, evicted
@@ -27,17 +27,17 @@ class PagePool:
         self._users = [0] * pages
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        # Cached pages that nobody uses, the one to go first in front.
+        # Cached pages that no request uses, in the order in which they are evicted.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available(self) -> int:
-        """Pages that ``allocate`` can hand out, cached pages that nobody uses included."""
+        """Number of pages that ``allocate`` can hand out, unused cached pages included."""
         return len(self._free) + len(self._idle)
 
     @property
     def cached(self) -> int:
-        """Pages that the prefix cache keeps for nobody in particular."""
+        """Number of pages that the prefix cache keeps and no request uses."""
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -70,13 +70,13 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more user for pages that ``find`` or ``match`` found."""
+        """Add a user to pages that ``find`` or ``match`` found."""
         for page in pages:
             self._users[page] += 1
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """A user gives its pages back. Raises ValueError if one has no user."""
+        """Take back the pages of a user. Raises ValueError if one has no user."""
         unused = [p for p in pages if not self._users[p]]
         if unused or len(set(pages)) != len(pages):
             raise ValueError(f"pages {unused or pages} released twice")
@@ -96,7 +96,7 @@ class PagePool:
             self._page_of[digest], self._digest_of[page] = page, digest
 
     def forget(self, pages: Iterable[int] | None = None) -> None:
-        """Let nobody find these pages any more, or any page; their users keep them."""
+        """Let ``find`` return these pages (None: any page) no longer; their users keep them."""
         for page in list(self._digest_of) if pages is None else pages:
             if page in self._digest_of:
                 self._forget(page)

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, in three parts, each with one owner that writes it.
+"""A request in the engine, in three parts, each of which one owner writes.
 
 ``Request`` is frozen. The engine writes its ``Progress``, the scheduler its ``Residence``.
 """
@@ -23,7 +23,7 @@ class Terms(TypedDict, total=False):
         timeout: seconds from its arrival after which it ends with the tokens it has; None: never.
         cache_salt: only requests of the same salt share cached pages.
         spare: further tokens its pages hold from the start.
-        arrived: ``time.perf_counter()`` then; None: when it is queued.
+        arrived: ``time.perf_counter()`` at its arrival; None: the time when it is queued.
         holdable: whether ``Engine.hold`` keeps it in the queue; True unless given.
     """
 
@@ -37,7 +37,7 @@ class Terms(TypedDict, total=False):
 
 
 class Status(Enum):
-    """Where a request is."""
+    """The stage that a request has reached."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -47,10 +47,10 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Progress:
-    """The output of a request so far, and its launches. The engine alone writes it.
+    """The output of a request so far, and its launches. The engine alone writes these fields.
 
     Attributes:
-        seed: the request's own, or one that the engine has drawn.
+        seed: the request's own seed, or a seed that the engine has drawn.
         output: tokens emitted.
         drafted: whether each token of the output was a draft.
         stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
@@ -58,8 +58,8 @@ class Progress:
         unread: unread launches that will hold at least one token.
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        weight_version: names the weights that it runs with; None before its first admission.
-        arrived: ``time.perf_counter()`` when it came.
+        weight_version: name of the weights that it runs with; None before its first admission.
+        arrived: ``time.perf_counter()`` when the request came.
     """
 
     seed: int = 0
@@ -82,9 +82,9 @@ class Progress:
     finished_at: float | None = None
 
     def emit(self, tokens: list[int], accepted: int = 0) -> float | None:
-        """Take tokens that a launch produced, of which the first ``accepted`` were drafted.
+        """Append the tokens of a launch, of which the first ``accepted`` were drafted.
 
-        Returns the seconds since the tokens before; None if there are none, now or before.
+        Returns the seconds since the previous tokens; None if there are no new or no previous tokens.
         """
         if not tokens:
             return None
@@ -102,24 +102,24 @@ class Progress:
         del self.output[tokens:], self.drafted[tokens:], self.logprobs[tokens:]
 
     def end(self, reason: str) -> None:
-        """No more tokens: "stop", "length", "abort", "timeout" or "error"."""
+        """End the output with a reason: "stop", "length", "abort", "timeout" or "error"."""
         self.finish_reason, self.finished_at = reason, time.perf_counter()
 
 
 @dataclass(eq=False)
 class Residence:
-    """A request's slot and pages, and the tokens in them. The scheduler alone writes it.
+    """A request's slot and pages, and the tokens in them. The scheduler alone writes these fields.
 
     Attributes:
         slot: -1 while it waits for one; once it has ended, the slot that it had.
         pages: the numbers of its pages.
-        tokens: to prefill: the prompt, and once preempted all it had emitted but the newest token.
-        follows: that newest token; -1 before the first.
-        prefilled: how many of ``tokens`` are in the cache or on their way into it.
-        restored: how many of them the host's memory gave back when it was last admitted.
-        registered: full pages the prefix cache knows of.
-        digests: one of each of its full pages.
-        preemptions: how often it lost its pages to others.
+        tokens: tokens to prefill: the prompt, and after a preemption all emitted tokens but the newest.
+        follows: the newest emitted token after a preemption; -1 without one.
+        prefilled: number of ``tokens`` that are in the cache or in a launch that writes them there.
+        restored: number of these that came from the host tier at its last admission.
+        registered: number of full pages that the prefix cache holds.
+        digests: the digest of each full page.
+        preemptions: number of times that it lost its pages to another request.
     """
 
     slot: int = -1
@@ -133,7 +133,7 @@ class Residence:
     preemptions: int = 0
 
     def take_up(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Prepare for admission: everything known so far is to be prefilled."""
+        """Prepare for admission: the prompt and all output so far are to be prefilled."""
         self.tokens, self.follows = prompt, -1
         if output:
             self.tokens, self.follows = (*prompt, *output[:-1]), output[-1]
@@ -145,16 +145,16 @@ class Residence:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One completion, as it was asked for.
+    """One completion: its prompt and options.
 
     Attributes:
-        seed: None: the engine draws one.
-        capacity: tokens its pages may have to hold.
-        fixed_depth: whether every step must offer it ``depth`` drafts, or adaptive depth decides.
+        seed: seed of its random numbers; None: the engine draws one.
+        capacity: most tokens that its pages may have to hold.
+        fixed_depth: whether every step must have ``depth`` drafts for it; else adaptive depth decides.
         suffix_drafts: whether its drafts may come from suffix matches.
         stops: tokens that end the output.
         constraints: a grammar, and other rules that depend on the output so far; None: there are none.
-        deadline: ``time.perf_counter()`` at which it is ended, finished or not.
+        deadline: ``time.perf_counter()`` at which the engine ends it, finished or not.
         salt: see ``Terms.cache_salt``.
         spare, priority, arrived, holdable: see ``Terms``.
         siblings: the completions of its prompt, itself among them, which all run with the same weights.
@@ -183,7 +183,7 @@ class Request:
 
     @property
     def status(self) -> Status:
-        """Where it is."""
+        """The stage that the request has reached."""
         if self.finished:
             return Status.FINISHED
         if self.residence.slot < 0:
@@ -198,7 +198,7 @@ class Request:
 
     @property
     def begun(self) -> bool:
-        """Whether it has run, or a completion of the same prompt."""
+        """Whether it, or another completion of the same prompt, has run."""
         return any(r.progress.admitted_at is not None for r in (self, *self.siblings))
 
     @property

@@ -1,4 +1,4 @@
-"""Launches on their way, and how their results are read."""
+"""Launches whose results have not been read, and the reading of results."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ class Launched:
     """A launched step whose result is still on its way.
 
     Attributes:
-        rows: which window belongs to which request: its slot.
-        prompts: which row of the chunk belongs to which request.
-        pending: the result.
+        rows: the slot of each request, which is the row of its window.
+        prompts: the row of the chunk of each request.
+        pending: the result, on its way to the host.
         key: the program.
-        chunk: the tokens of prompts that it took along.
+        chunk: the tokens of prompts that the step took along.
     """
 
     rows: list[tuple[int, Request]]
@@ -29,21 +29,21 @@ class Launched:
 
     @property
     def everyone(self) -> list[tuple[int, Request]]:
-        """Which row of the result belongs to which request."""
+        """The row of the result of each request."""
         return [*self.rows, *((self.key.slots + g, r) for g, r in self.prompts)]
 
     @property
     def width(self) -> int:
-        """Most tokens that a window of it emits."""
+        """Most tokens that one of its windows emits."""
         return self.key.depth + 1
 
     @property
     def columns(self) -> int:
-        """Token columns of the result."""
+        """Number of token columns of the result."""
         return self.key.room + 1
 
     def complete_rows(self, row: int, request: Request) -> int:
-        """Cache rows that are complete once this is read: after a step all but the newest token's."""
+        """Cache rows complete once this launch is read: after a step all rows but the newest token's."""
         if self.chunk is None or row < self.key.slots:
             return len(request.prompt) + len(request.progress.output) - 1
         g = row - self.key.slots
@@ -51,7 +51,7 @@ class Launched:
 
 
 def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:
-    """The chosen token first, then the ``width`` most likely tokens."""
+    """Read a token's log-probabilities: the chosen token first, then the ``width`` most likely tokens."""
     best = zip(top.ids[row, i, :width].tolist(), top.values[row, i, :width].tolist(), strict=True)
     chosen = Logprob(float(top.chosen[row, i]), int(top.rank[row, i]))
     others = {t: Logprob(v, rank) for rank, (t, v) in enumerate(best, start=1) if t != token}

@@ -19,7 +19,7 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. Names and defaults follow vLLM's. Raises RequestError."""
+    """Options for the choice of tokens. Names and defaults follow vLLM's. Raises RequestError."""
 
     n: int = option(1, "completions per prompt", low=1, high=1024, metavar="N")
     temperature: float = option(1.0, "0 takes the most likely token", low=0, high=1e6, metavar="T")
@@ -180,7 +180,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         if not isinstance(self.stop, str) and isinstance(self.stop, Iterable):
-            object.__setattr__(self, "stop", tuple(self.stop))  # an iterator can be read once
+            object.__setattr__(self, "stop", tuple(self.stop))  # an iterator can be read only once
         many = isinstance(self.stop, Iterable)
         if not many or any(not isinstance(s, str) or not s for s in self.stop_strings):
             raise RequestError(f"stop = {self.stop!r}; expected non-empty strings")
@@ -201,7 +201,7 @@ class SamplingParams:
             raise RequestError(f"bad_words holds {blank[0]!r}; expected words")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change its own
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change the original
         for token, bias in self.logit_bias.items():
             numbers = isinstance(token, int) and isinstance(bias, Real)
             if not numbers or isinstance(token, bool) or isinstance(bias, bool) or not abs(bias) <= 100:

@@ -1,4 +1,4 @@
-"""Slots and pages: which request has which, and which runs next. No jax here.
+"""The scheduler: gives slots and pages to requests, and chooses the next request. No jax here.
 
 Invariant *free pages return*: when no request lives, every page is free or kept by the prefix cache.
 """
@@ -16,17 +16,17 @@ from mtp_jax.store.tier import HostTier, Restored
 
 
 class Scheduler:
-    """A request takes a slot and pages for its prompt, or waits: by priority, then first come, first served.
+    """Gives requests a slot and pages for their prompts, by priority, then in the order of arrival.
 
-    Pages for its output come as it grows. When they run out, the request that would be served last gives its
-    own back and waits for them again: preemption.
+    Pages for its output come as it grows. When pages run out, the scheduler preempts the request that would
+    be served last: its pages are taken back, and it waits.
 
     Attributes:
         held: whether requests that have not begun stay in the queue, even past their deadlines.
     """
 
     def __init__(self, config: EngineConfig, shards: int, tier: HostTier | None = None) -> None:
-        """tier: where pages go that the pools forget."""
+        """tier: the host tier, which takes pages that the pools evict."""
         self.config, self.shards, self.tier = config, shards, tier
         self.slots_per_shard = config.max_num_seqs // shards
         pages = config.pages_per_shard(shards)
@@ -44,11 +44,11 @@ class Scheduler:
         return self._next() is not None or any(self.slots)
 
     def _next(self) -> Request | None:
-        """Whose turn it is to get a slot."""
+        """The waiting request that gets the next slot."""
         return next((r for r in self.waiting if not self.holds(r)), None)
 
     def holds(self, request: Request) -> bool:
-        """Whether a request stays in the queue for as long as ``held`` says so."""
+        """Whether a request stays in the queue while ``held`` is set."""
         return self.held and request.holdable and not request.begun
 
     def live(self) -> list[Request]:
@@ -56,7 +56,7 @@ class Scheduler:
         return [*(r for r in self.slots if r), *self.waiting]
 
     def enqueue(self, request: Request) -> None:
-        """Let a request wait for its turn."""
+        """Add a request to the queue."""
         insort(self.waiting, request, key=_turn)
 
     def shard_of(self, slot: int) -> int:
@@ -72,7 +72,7 @@ class Scheduler:
         return {self.shard_of(i): i for i, r in reversed([*enumerate(self.slots)]) if r is None}
 
     def pool_of(self, request: Request) -> PagePool:
-        """Where the pages of a request that has a slot come from."""
+        """The page pool of a request that has a slot."""
         return self.pools[self.shard_of(request.residence.slot)]
 
     # Admission
@@ -80,7 +80,7 @@ class Scheduler:
     def admit(self) -> list[Request]:
         """Give slots and pages to waiting requests, in order, as far as they go; have restored pages written.
 
-        The device is to be told of the requests behind that.
+        The caller admits the requests on the device after that.
         """
         admitted = []
         # A preempted request is resumed from its newest token, so all its launches must have been read.
@@ -115,7 +115,7 @@ class Scheduler:
         return preferred(shards, self.config.pages_for(len(request.residence.tokens) + request.spare))
 
     def looks_up(self, request: Request) -> bool:
-        """Whether it may begin with cached pages: log-probabilities of the prompt need all of it computed."""
+        """Whether a request may begin with cached pages; log-probabilities of the prompt forbid it."""
         return self.config.prefix_cache and request.params.prompt_logprobs is None
 
     def cached(self, request: Request) -> list[list[int | None]]:
@@ -144,7 +144,7 @@ class Scheduler:
         pool, shared = self.pools[shard], [page for page in cached if page is not None]
         pool.share(shared)
         fresh = self.config.pages_for(len(own.tokens) + request.spare) - len(shared)
-        # A page more for each request that may need one soon: a request admitted too early would be preempted
+        # Keep a page for each request that may need one soon: a request admitted too early would be preempted
         # at once.
         growing = sum(
             len(r.residence.pages) < self.config.pages_for(r.capacity) for r in self._in_shard(shard)
@@ -153,7 +153,7 @@ class Scheduler:
         fits, contents = fresh + growing <= pool.available, list[Page]()
         if fits and absent and self.tier:
             contents = self.tier.get(absent)
-            fits = len(contents) == len(absent)  # else one was damaged, or has gone: try a shorter prefix
+            fits = len(contents) == len(absent)  # else a page was damaged, or has gone: try a shorter prefix
         pages = pool.allocate(fresh) if fits else None
         if pages is None:
             pool.release(shared)
@@ -169,7 +169,7 @@ class Scheduler:
         return True
 
     def pack(self, bucket: Callable[[int], int]) -> list[tuple[int, int]]:
-        """Move requests down into free slots if a smaller step does for the running requests.
+        """Move requests down into free slots if a smaller step can then serve the running requests.
 
         bucket: slots of the smallest step that reaches n slots. Returns (from, to). Not across data shards.
         """
@@ -188,12 +188,12 @@ class Scheduler:
     # Running
 
     def prefilled(self, prompts: Iterable[Request], tokens: int) -> None:
-        """A launch has taken the next ``tokens`` of these prompts along, or their rest."""
+        """Record that a launch has taken the next ``tokens`` tokens of these prompts along, or all left."""
         for own in (r.residence for r in prompts):
             own.prefilled = own.prefilled_after(tokens)
 
     def prefilling(self) -> list[list[Request]]:
-        """Per data shard the requests to prefill, the next one first."""
+        """The requests to prefill, per data shard, the next request first."""
         return [
             sorted((r for r in self._in_shard(shard) if r.status is Status.PREFILL), key=_turn)
             for shard in range(self.shards)
@@ -205,7 +205,7 @@ class Scheduler:
         return [r for r in live if len(r.progress.output) + r.progress.unread < r.max_tokens]
 
     def grow(self, running: Iterable[Request], depth: int) -> bool:
-        """Give each its pages for a step of ``depth`` drafts, preempting other requests for them.
+        """Give each request the pages for a step of ``depth`` drafts, preempting other requests if needed.
 
         Returns whether pages or slots changed hands.
         """
@@ -233,7 +233,7 @@ class Scheduler:
     # Leaving
 
     def committed(self, request: Request, rows: int) -> None:
-        """``rows`` of the request's cache are known to be complete, and their tokens are known."""
+        """Register full pages: ``rows`` rows of the cache are complete, and their tokens known."""
         if not self.config.prefix_cache or request.residence.slot < 0:
             return
         own, full = request.residence, rows // self.config.page_size
@@ -245,9 +245,9 @@ class Scheduler:
             own.registered = full
 
     def broken(self, request: Request) -> None:
-        """NaN came out of the request's cache: nobody else may begin with its pages.
+        """Forget the pages of a request whose cache gave NaN, so that no other request begins with them.
 
-        A chunk behind this one may have been sound, and have set the slot going.
+        A later chunk may have been healthy, and have activated the slot.
         """
         self._stale = True
         if request.residence.slot >= 0:
@@ -258,7 +258,7 @@ class Scheduler:
     def release(self, request: Request, known: bool = True) -> None:
         """Take back a request's slot and pages, or its place in the queue. Raises ValueError if it has none.
 
-        known: whether the device knows that it has ended.
+        known: whether the device has ended the request itself.
         """
         if request.residence.slot < 0:
             self.waiting.remove(request)
@@ -280,5 +280,5 @@ class Scheduler:
 
 
 def _turn(request: Request) -> tuple[int, int]:
-    """Whose turn it is first: the lower priority number, then the older request."""
+    """The sort key of the queue: the lower priority number, then the older request."""
     return request.priority, request.id

@@ -1,4 +1,4 @@
-"""Which data shard a request goes to. No jax here.
+"""The choice of a data shard for a request. No jax here.
 
 A step lasts as long as its fullest shard takes, so rows and the pages they read are to lie evenly. A shard
 whose cache has the beginning of a prompt saves computing it. Both hold as in consistent hashing with bounded

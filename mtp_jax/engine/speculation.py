@@ -1,4 +1,4 @@
-"""Numbers about emitted tokens: results of drafting, and log-probabilities."""
+"""Figures of emitted tokens: results of drafting, and log-probabilities."""
 
 from dataclasses import dataclass, field
 
@@ -26,21 +26,21 @@ class Speculation:
 
     @property
     def steps(self) -> int:
-        """Draft-and-verify steps."""
+        """Number of steps that drafted and verified."""
         return len(self.accepted_per_step)
 
     @property
     def drafted(self) -> int:
-        """Drafts verified."""
+        """Number of drafts verified."""
         return sum(self.drafted_per_step)
 
     @property
     def accepted(self) -> int:
-        """Drafts accepted."""
+        """Number of drafts accepted."""
         return sum(self.accepted_per_step)
 
     def of(self, source: Source) -> "Speculation":
-        """Counts of the steps whose drafts came from there."""
+        """Counts of the steps whose drafts came from this source."""
         chosen = [i for i, own in enumerate(self.source_per_step) if own == source]
         accepted, drafted = (
             [own[i] for i in chosen] for own in (self.accepted_per_step, self.drafted_per_step)
@@ -48,8 +48,13 @@ class Speculation:
         return Speculation(accepted, drafted, [source] * len(chosen))
 
     @property
+    def drafter(self) -> "Speculation":
+        """Counts of the steps whose drafts are the drafter's, and no suffix matches."""
+        return self.of(Source.NEXTN)
+
+    @property
     def accepted_per_position(self) -> tuple[int, ...]:
-        """How often the draft at each position was accepted."""
+        """Number of accepted drafts at each position."""
         deepest = max(self.drafted_per_step, default=0)
         return tuple(sum(a > i for a in self.accepted_per_step) for i in range(deepest))
 

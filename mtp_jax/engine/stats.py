@@ -1,4 +1,4 @@
-"""What an engine has done so far, counted."""
+"""Statistics of an engine: totals since its start, and snapshots."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -15,12 +15,12 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.
 
 @dataclass
 class Histogram:
-    """How often values fell into each bucket.
+    """A histogram: the number of values in each bucket.
 
     Attributes:
         bounds: upper ends of all buckets but the last, which has none.
-        counts: one per bucket.
-        sum: of all values.
+        counts: number of values in each bucket.
+        sum: sum of all values.
     """
 
     bounds: tuple[float, ...]
@@ -29,7 +29,7 @@ class Histogram:
 
     @classmethod
     def empty(cls, bounds: tuple[float, ...]) -> "Histogram":
-        """Without values."""
+        """A histogram without values."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def add(self, value: float, times: int) -> None:
@@ -50,19 +50,19 @@ class Counters:
     """Running totals. Only the engine changes them.
 
     Attributes:
-        generation_tokens: emitted, those that a stop string cut off included.
+        generation_tokens: emitted tokens, also tokens that a stop string cut off.
         prefix_queries: prompt tokens looked up in the prefix cache.
-        hits_by_tier: those of them that were found, by where they were: "device" or "host".
-        drafted_by_source: drafts verified, by where they came from: "nextn" or "suffix".
-        accepted_by_source: those of them that were accepted.
-        first_drafts: rows that verified drafts, one per row and step, by source.
-        accepted_first_drafts: those of them whose first draft was accepted.
-        accepted_per_position: how often the draft at each position was accepted.
+        hits_by_tier: looked-up tokens that were found, by place: "device" or "host".
+        drafted_by_source: drafts verified, by drafter: "nextn" or "suffix".
+        accepted_by_source: drafts accepted, by drafter.
+        first_drafts: number of (row, step) pairs with verified drafts, by drafter.
+        accepted_first_drafts: number of such pairs whose first draft was accepted.
+        accepted_per_position: number of accepted drafts at each position.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
-        depth_steps: steps by depth, of those that advanced requests.
-        step_seconds: seconds of those steps, from the end of what ran before.
-        prefill_seconds: of steps that had nothing but prompts.
+        depth_steps: steps that advanced requests, by depth.
+        step_seconds: seconds of these steps, each from the end of the launch before.
+        prefill_seconds: seconds of steps that had prompts alone.
         finished: requests by finish reason.
     """
 
@@ -82,7 +82,7 @@ class Counters:
     finished: Counter[str] = field(default_factory=Counter)
 
     def looked_up(self, tokens: int, found: int, restored: int) -> None:
-        """Count a prompt's ``tokens``: so many ``found`` in the prefix cache, ``restored`` from the host."""
+        """Count a prompt's tokens: all, ``found`` in the prefix cache, ``restored`` from the host."""
         self.prefix_queries += tokens
         self.hits_by_tier["device"] += found - restored
         self.hits_by_tier["host"] += restored
@@ -116,7 +116,7 @@ class Counters:
 
     @property
     def drafts(self) -> int:
-        """Rows that verified at least one draft, one per row and step."""
+        """Number of (row, step) pairs that verified at least one draft."""
         return self.first_drafts.total()
 
     @property
@@ -137,16 +137,16 @@ class Counters:
 
 @dataclass(kw_only=True)
 class EngineStats(Counters):
-    """A snapshot of an engine: a copy of its totals, and what it holds now.
+    """A snapshot of an engine: a copy of its totals, and its present requests and pages.
 
     Attributes:
         slots: lengths of prompt and output, status and number of pages of each request that has a slot.
-        waiting: requests that have none.
+        waiting: number of requests without a slot.
         pages_used: pages held by requests.
         pages_cached: pages that only the prefix cache keeps.
         tier: the host's memory as a tier of the prefix cache.
-        realised_speedup: of recent steps (``DepthController.speedup``); None while not known.
-        experts: how evenly they are chosen; None where nothing is counted.
+        realised_speedup: speed-up of recent steps (``DepthController.speedup``); None while unknown.
+        experts: counts and moves of experts; None where no experts are counted.
     """
 
     slots: tuple[tuple[int, int, str, int], ...]
@@ -170,7 +170,7 @@ class EngineStats(Counters):
         realised_speedup: float | None,
         experts: ExpertStats | None = None,
     ) -> "EngineStats":
-        """What an engine's parts say now."""
+        """A snapshot of these parts of an engine."""
         pools = scheduler.pools
         total, available = sum(p.pages for p in pools), sum(p.available for p in pools)
         return cls(

@@ -21,8 +21,8 @@ def allowed(
 
     requests: requests and their rows. shape: (rows, width). drafts: [rows, width - 1], which the masks
     follow. Before there are any, the masks follow the tokens that a grammar leaves no choice about; outputs
-    that go on alone get none, as one that nobody keeps could end them. parents: [rows, width - 1] of trees,
-    each mask of which follows the drafts on the way to its node; None: chains.
+    whose matcher is ``alone`` get none, as a draft that is not kept could end them. parents: [rows,
+    width - 1] of trees, each mask of which follows the drafts on the way to its node; None: chains.
     """
     rows, width = shape
     if parents is not None:
@@ -81,5 +81,5 @@ def _paths(parents: list[int]) -> list[list[int]]:
 
 
 def _tokens(drafts: list[int]) -> list[int]:
-    """Up to the first draft that a broken drafter left without a token."""
+    """The drafts before the first that a broken drafter left without a token."""
     return drafts[: next((i for i, t in enumerate(drafts) if t < 0), len(drafts))]

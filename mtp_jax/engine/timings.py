@@ -1,16 +1,15 @@
-"""The one book of measured seconds: times of launches, and of the work that they defer. No jax."""
+"""Measured seconds of launches, and of the work that they defer. No jax."""
 
 import time
 from collections import deque
 
 
 class Timings:
-    """Launches run one after the other: each took from its launch, or from the later end of the one before.
+    """Times of launches. Each runs from its launch, or from the end of the launch before it if that is later.
 
     Attributes:
-        last_read: ``time.perf_counter()`` when a launch was last seen to have ended.
-        deferring: seconds that the work which it deferred cost later, per step without drafts, on average
-            over the last two flushes.
+        last_read: ``time.perf_counter()`` when the host last read a launch's end.
+        deferring: seconds of a flush per step that deferred work to it, on average over the last two flushes.
     """
 
     def __init__(self) -> None:
@@ -20,14 +19,14 @@ class Timings:
         self._flushes: deque[tuple[float, int]] = deque(maxlen=2)
 
     def ended(self, at: float) -> float:
-        """A launch that began at ``at`` has just been seen to have ended. Returns the seconds it took."""
+        """Record that a launch that began at ``at`` has just ended. Returns the seconds that it took."""
         now = time.perf_counter()
         seconds = now - max(at, self.last_read)
         self.last_read = now
         return seconds
 
     def flushed(self, seconds: float, steps: int) -> None:
-        """Book the time of the work that ``steps`` steps deferred: these steps caused it.
+        """Charge the time of a flush to the ``steps`` steps that deferred its work.
 
         The first flush is not charged: the first run of a program may take many times longer.
         """

@@ -18,7 +18,7 @@ from mtp_jax.engine.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class AdmitWaiting:
-    """Tell the device which slots and pages changed hands, and give waiting requests theirs."""
+    """Update the device's slots and pages, and admit waiting requests."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class LaunchStep:
     """Draft and verify for some requests, prefill the next chunk of prompts, or both.
 
     Attributes:
-        key: the program.
-        requests: that draft and verify.
-        prompts: the chunk.
+        key: key of the program.
+        requests: the requests that draft and verify.
+        prompts: the prompts of the chunk.
     """
 
     key: StepKey
@@ -55,24 +55,24 @@ class Turns:
         self._buckets, self._scheduler, self._runner, self._depth = buckets, scheduler, runner, depth
 
     def next(self, inflight: Sequence[Launched]) -> Iterator[Action]:
-        """The actions of one turn. inflight: launches that have not been read, the oldest first.
+        """Decide the actions of one turn. inflight: launches that have not been read, the oldest first.
 
-        A launch of the turn before is read after the launch of this one, so that the device never
-        waits for the host.
+        The launch of the previous turn is read after this turn's launch, so that the device never waits for
+        the host.
         """
         yield AdmitWaiting()
         before = len(inflight)
         if any(r.constraints for r in self._scheduler.running()):
-            # Masks of constraints depend on the newest tokens: nothing may be in flight.
+            # Masks of constraints depend on the newest tokens, so every launch must have been read.
             yield ReadOldest(before)
             before = 0
         if step := self._step():
             yield step
-        # If nothing was launched, the next end may make room.
+        # Without a launch, the next request that ends may make room.
         yield ReadOldest(before if len(inflight) > before else min(before, 1))
 
     def _step(self) -> LaunchStep | None:
-        """The next step, once its requests have the pages for it; other requests may lose theirs."""
+        """The next step, whose requests have pages now; other requests may be preempted for it."""
         running, prompts = self._work()
         if not running and not prompts:
             return None
@@ -87,8 +87,8 @@ class Turns:
     def _work(self) -> tuple[list[Request], Prompts | None]:
         """Requests that draft and verify, and the chunk to take along.
 
-        There are no such requests if every one may already have ended in an unread launch, as a useless step
-        costs more than waiting; a chunk makes it useful. The most prompts go along that a program takes.
+        There are none if every request may already have ended in an unread launch, as a useless step costs
+        more than waiting; with a chunk a step is useful. As many prompts go along as a program takes.
         """
         running = self._scheduler.running()
         prompts = self._buckets.next_prompts(self._scheduler.prefilling())
@@ -101,13 +101,13 @@ class Turns:
         prompts = prompts.first(most)
         if not running or self._runner.find(self._buckets.step(running, 0, prompts)):
             return running, prompts
-        # No program takes such windows beside a chunk: the prompts go first, by a program without windows:
-        # windows would advance other requests unasked.
+        # No program takes such windows beside a chunk: the prompts go first, by a program without windows, as
+        # windows would advance other requests.
         alone = self._runner.find(self._buckets.step([], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
 
     def _choose(self, running: list[Request], prompts: Prompts | None) -> StepKey:
-        """The program for a step over these: the deepest, or adaptively the fastest."""
+        """The key for a step over these requests: the deepest, or with adaptive depth the fastest."""
         if not running:
             return self._cover(running, prompts, 0)
         fixed = max((r.depth for r in running if r.fixed_depth), default=0)
@@ -116,10 +116,10 @@ class Turns:
         keys = [self._cover(running, prompts, d) for d in depths]
         rows, price = [r.depth for r in running], None
         if prompts:
-            # The chunk takes its time at any depth; steps without one say how much a second is worth.
+            # The chunk takes time at any depth; steps without a chunk give the worth of a second.
             price = self._depth.rate([self._cover(running, None, d) for d in depths], rows)
         return self._depth.choose(keys, rows, price)
 
     def _cover(self, running: list[Request], prompts: Prompts | None, depth: int) -> StepKey:
-        """The cheapest program for it."""
+        """The cheapest compiled key for this step."""
         return self._runner.cover(self._buckets.step(running, depth, prompts))

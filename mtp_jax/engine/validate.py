@@ -49,11 +49,11 @@ class InputProcessor:
     """Makes the requests of one engine.
 
     Attributes:
-        grammars: serve structured output, and rules that depend on the output so far; None refuses them.
+        grammars: compiles grammars and rules that depend on the output so far; None refuses them.
     """
 
     def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
-        """``pages``: that a data shard has."""
+        """``pages``: number of pages of a data shard."""
         self.cfg, self.config, self.pages, self.grammars = cfg, config, pages, grammars
         self._ids = itertools.count()
 
@@ -69,8 +69,8 @@ class InputProcessor:
         _check_terms(terms)
         spare = terms.get("spare", 0)
         max_tokens = self._max_tokens(len(ids), params, spare)
-        # Which random numbers a sampled token meets depends on where steps begin, so a seed fixes the depth,
-        # unless the verifier is made for that.
+        # The random numbers of a sampled token depend on where its step begins, so a seed fixes the depth,
+        # unless the verifier is "coupled".
         seeded = params.seed is not None and params.temperature > 0 and config.verifier != "coupled"
         asked = params.num_speculative_tokens is not None
         seed, arrived, timeout = terms.get("seed", params.seed), terms.get("arrived"), terms.get("timeout")
@@ -115,7 +115,7 @@ class InputProcessor:
                 f"the prompt has {length} tokens and needs {least} cache pages, the engine has "
                 f"{self.pages}; shorten it or raise num_pages"
             )
-        if params.max_tokens is None:  # the cache decides
+        if params.max_tokens is None:  # the cache sets the limit
             held = self.pages * config.page_size - config.num_speculative_tokens
             room = max(min(room, held - length - spare), 1)
         max_tokens = min(params.max_tokens or room, room)

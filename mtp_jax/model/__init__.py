@@ -1,8 +1,8 @@
 """Params to logits: pure functions over parameter pytrees (docs/research.md).
 
-``trunk`` and ``nextn`` have the functions, ``Params`` is the tree, ``ModelConfig`` says its sizes, ``xla``
-the backend that carries out a pass as the papers write it. Names are imported when first used,
-because ``config`` is read where there is no jax.
+``trunk`` and ``nextn`` have the functions, ``Params`` is the tree, ``ModelConfig`` has its sizes, ``xla`` is
+the backend that computes a pass as the papers write it. Names are imported when first used, because
+``config`` is also imported without jax.
 
 Axis letters: B slots, W window, T tokens, D hidden size, N heads, C latent rank, R rope dims, E experts,
 V vocabulary, P pages, S page size, L cached rows of one slot.

@@ -1,4 +1,4 @@
-"""Backends carry out a forward pass, stage by stage; the mathematics does not depend on them.
+"""Backends, which compute a forward pass stage by stage; the mathematics does not depend on them.
 
     before_attention  norm, projections, rope, index queries      -> queries, entries to cache
     attend            write them, choose, attend over the cache   -> context, choice
@@ -8,8 +8,8 @@
     finish            the norm at the end
 
 A backend is composed of products, a kind of attention for each kind of layer, and experts, all for one
-device. ``xla`` has them as the papers write them, and is the oracle of the other backends: ``xla_cpu`` has
-other forms of parts that XLA on a CPU does slowly, ``mosaic_gpu`` has kernels on a Hopper GPU. The values
+device. ``xla`` has the parts as the papers write them, and is the oracle of the other backends: ``xla_cpu``
+has other forms of parts that are slow in XLA on a CPU, ``mosaic_gpu`` has kernels on a Hopper GPU. The values
 between the stages of one backend, the residual stream and the rows of a product, are its own business.
 """
 
@@ -61,7 +61,7 @@ class Backend:
         latent, gqa: the kinds of attention.
         experts: the second half of an MoE block.
         write_rows: writes rows into pages, on one device.
-        micro_batches: that a pass is cut into where its slots allow it, 1 or 2.
+        micro_batches: number of micro-batches of a pass where its slots allow it, 1 or 2.
     """
 
     products: Products
@@ -114,8 +114,8 @@ class Backend:
     ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
         """Write the entries, attend over visible rows. Without a cache every token sees the tokens before it.
 
-        choice: rows for sparse attention, if another layer has chosen them; else this one's
-        indexer chooses. Returns (context, cache, choice).
+        choice: rows for sparse attention, if another layer has chosen them; else this layer's indexer
+        chooses. Returns (context, cache, choice).
 
         A token's view of its own window comes from the cache as well, so that an FP8 cache gives the same
         result for any set of tokens computed together. With a mesh each device handles its own slots
@@ -151,7 +151,7 @@ class Backend:
         run = sharded(local, self.mesh, specs, (heads, paged, per_slot))
         shapes, contexts, choices = [v.written.shape for v in views], [], []
         given = (split_tree(x, shapes, self.mesh) for x in (q, index, entries))
-        # No part writes rows that another one sees.
+        # No part writes rows that another part sees.
         for view, asked, sought, own, chosen in zip(
             views, *given, choice or (None,) * len(views), strict=True
         ):
@@ -174,7 +174,7 @@ class Backend:
     ) -> tuple[Stream, Routing | None]:
         """A dense MLP, or the router and its experts. Returns (x, routing of an MoE block).
 
-        counts: rows that do not count visit no routed expert; None: all count.
+        counts: which rows count; other rows visit no routed expert. None: all rows count.
         """
         mlp = p.mlp
         # The router reads plain rows.
@@ -229,7 +229,7 @@ class Backend:
         one: Callable[[Any, Carry], Carry],
         carry: Carry,
     ) -> Carry:
-        """``one(i, carry)`` for i from ``first`` to ``last - 1``; from ``wanted`` on it means nothing."""
+        """``one(i, carry)`` for i from ``first`` to ``last - 1``; no effect from ``wanted`` on."""
         if self.products.loops and first < last:
             return jax.lax.fori_loop(first, wanted, one, carry)
         for i in range(first, last):
@@ -247,7 +247,7 @@ class Backend:
     def laid_out(self, params: Params) -> Params:
         """Parameters on their devices in memory as programs read them best, still layer by layer.
 
-        If nothing else holds them, only one weight is in memory twice at a time.
+        If the caller keeps no reference, only one weight is in memory twice at a time.
         """
         groups = self.arranged(params.layers)
         if len(groups) == len(params.layers):
@@ -258,7 +258,7 @@ class Backend:
 
 
 def _whole(cache: WholeCache | None, entries: Entries, form: Form) -> tuple[WholeCache | None, Whole]:
-    """Rows at hand, after the rows of a cache, which they extend."""
+    """The source of a pass without pages: a cache's rows, extended by the rows at hand."""
     rows = entries.rows
     mask = jnp.tri(rows.shape[1], dtype=bool)
     if cache is not None:
@@ -290,7 +290,7 @@ def xla_cpu(
     micro_batches: int = 1,
     matrices: bool = False,
 ) -> Backend:
-    """The parts that XLA on a CPU does slowly in forms that it does fast (docs/cpu.md)."""
+    """Parts in forms that are fast in XLA on a CPU (docs/cpu.md)."""
     on = CpuProducts(mesh, matrices)
     return Backend(
         on, CpuLatent(on, form), Gqa(on), CpuExperts(on, experts, exchange), by_loop, micro_batches

@@ -65,9 +65,9 @@ class LayerCache:
 def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array, "*b c"]:
     """Rows as they are cached. A row that is not finite becomes NaN in its ``keys`` and zero elsewhere.
 
-    Attention multiplies the values of rows that a token does not see by 0, and 0 x NaN is NaN. Values are
-    made of the rest alone (in MLA of the latents), so zeros there harm no such token. Scores are made of the
-    keys, too (in MLA of the rope key), and are masked by a select: a token that does see the row gets NaN.
+    Attention multiplies values by 0 in rows that a token does not see, and 0 x NaN is NaN. Values come from
+    the part besides ``keys`` (in MLA the latent), so zeros there keep NaN from such tokens. Scores come from
+    the keys, too (in MLA the rope key), and a select masks them: a token that sees the row gets NaN.
     """
     finite = jnp.isfinite(rows).all(axis=-1, keepdims=True)
     at = jnp.arange(rows.shape[-1])
@@ -92,14 +92,14 @@ def empty_cache(
 
 @struct.dataclass
 class PagedView:
-    """Where one pass reads and writes in the cache. Page numbers are local to a slot's data shard.
+    """The places where one pass reads and writes in the cache. Page numbers are local to a slot's data shard.
 
-    A token's position, which turns its queries and keys, is no part of it: it need not be its row.
+    A token's position, which rotates queries and keys, is no part of the view: it may differ from its row.
 
     Attributes:
         page_table: pages of each slot in order, int32 [B, n]; the last page of all where there is none.
         written: row that each window token is written to, int32 [B, W]; negative rows are not written, and
-            nothing that becomes of their tokens is read.
+            the results of their tokens are not used.
         visible: rows that each window token attends to.
         form: MLA form that attends: "absorbed" for windows of a few tokens. Other attention has one form.
     """
@@ -127,7 +127,7 @@ class WholeCache:
     mask: Bool[Array, "W l"]
 
     def extended(self, rows: Float[Array, "B W c"]) -> "WholeCache":
-        """The same with the window's rows."""
+        """The cache with the window's rows appended."""
         return WholeCache(jnp.concatenate([self.rows, rows], axis=1), self.mask)
 
 
@@ -137,9 +137,9 @@ Cache = LayerCache | WholeCache
 def places(
     count: int, size: int, page_table: Int[Array, "B n"], written: Int[Array, "B W"]
 ) -> tuple[Int[Array, " r"], Int[Array, " r"], Bool[Array, " r"]]:
-    """Page and offset of every row that is written, and whether it is written at all.
+    """Page and offset of every row, and whether the row is written at all.
 
-    count, size: pages, and rows of each. A row that is not goes to the last page.
+    count, size: pages, and rows of each. A row that is not written gets the last page.
     """
     columns = page_table.shape[1]
     inside = (written >= 0) & (written < columns * size)

@@ -74,7 +74,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: JsonObject) -> "ModelConfig":
-        """Build from the parsed JSON of either dialect; of a multimodal model its text part.
+        """Build from the parsed JSON of either dialect; a multimodal model is read as its text part.
 
         Raises ConfigError.
         """
@@ -221,7 +221,7 @@ class ModelConfig:
         )
 
     def with_nextn(self, moe: tuple[bool, ...]) -> "ModelConfig":
-        """The same model with ``len(moe)`` NextN layers."""
+        """The model's configuration with ``len(moe)`` NextN layers."""
         return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)
 
     @property
@@ -234,7 +234,7 @@ class ModelConfig:
         return replace(self.with_nextn(()), drafter=None)
 
     def with_eos(self, eos: int | list[int] | None) -> "ModelConfig":
-        """The same model with other end-of-text ids; None keeps them."""
+        """The model's configuration with other end-of-text ids; None keeps them."""
         if eos is None:
             return self
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
@@ -309,7 +309,7 @@ _NATURAL = (
     "num_nextn_predict_layers",
 )
 
-# Each of them has tensors of its own.
+# Counts with a limit each, as each layer or expert has tensors of its own.
 _COUNTS, _MOST = ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"), 2**16
 # Most tensors of all layers together: about five times Kimi-K2's, 61 layers of 384.
 _MOST_EXPERTS = 2**17

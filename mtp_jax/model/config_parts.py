@@ -76,7 +76,7 @@ class GqaConfig:
 
     @property
     def width(self) -> int:
-        """Keys, or values, of all heads."""
+        """Number of keys, or of values, of all heads."""
         return self.kv_heads * self.head_dim
 
 
@@ -87,7 +87,7 @@ class RowFormat:
     Attributes:
         width: values of a row.
         keys: the part [start, stop) that scores are made of and the mixed values are not.
-        e4m3: number of leading values that an FP8 cache stores in e4m3. The rest is bfloat16.
+        e4m3: number of leading values that an FP8 cache stores in e4m3. Further values are bfloat16.
         block: number of consecutive e4m3 values that share a float32 scale.
     """
 

@@ -1,4 +1,4 @@
-"""The device that a program is traced for; it may be one that is only compiled for."""
+"""The device that a program is traced for; it may be a device that is not present, for compilation alone."""
 
 import re
 
@@ -25,9 +25,9 @@ def platform() -> str:
 def compiler_options(micro_batches: int = 1) -> JsonObject | None:
     """Options of XLA for the programs that serve.
 
-    On a CPU to use whole vector registers, not halves: loops that stream weights read each cache line once
-    (docs/cpu.md). Where registers are narrower it changes nothing. On a GPU, with several
-    micro-batches, that each may have two collectives under way, one between hosts and one within.
+    On a CPU they ask for whole vector registers, not halves: loops that stream weights read each cache line
+    once (docs/cpu.md). Narrower registers are not affected. On a GPU with several micro-batches they allow
+    two collectives under way at once, one between hosts and one within.
     """
     if platform() == "cpu":
         return {"xla_cpu_prefer_vector_width": 512, "xla_disable_hlo_passes": _OFF}
@@ -37,7 +37,7 @@ def compiler_options(micro_batches: int = 1) -> JsonObject | None:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this computer's processor has matrix instructions for bfloat16 (AMX), as Linux tells."""
+    """Whether this computer's processor has matrix instructions for bfloat16 (AMX), as Linux reports."""
     return "amx_bf16" in processor_features()
 
 

@@ -1,6 +1,6 @@
-"""Slots for experts: more than there are experts, so that often chosen experts lie on several devices.
+"""Expert slots: more slots than experts, so that often chosen experts lie on several devices.
 
-Which slots hold an expert is an array beside the weights (``Moe.copies``), an input of the step. A new
+An array beside the weights (``Moe.copies``), an input of the step, lists the slots of each expert. A new
 placement is therefore other values of the same shapes, and nothing is compiled for it.
 """
 
@@ -44,7 +44,7 @@ def moe_layers(params: Params) -> tuple[Moe, ...]:
 
 
 def with_moe_layer(params: Params, number: int, moe: Moe) -> Params:
-    """The parameters with this in the place of one of ``moe_layers``."""
+    """The parameters with this block in the place of one of ``moe_layers``."""
     at = [i for i, p in enumerate(params.layers) if isinstance(p.mlp, Moe)][number]
     layers = [replace(p, mlp=moe) if i == at else p for i, p in enumerate(params.layers)]
     return replace(params, layers=tuple(layers))
@@ -53,9 +53,9 @@ def with_moe_layer(params: Params, number: int, moe: Moe) -> Params:
 def with_slots(params: Params, redundant: int, mesh: Mesh | None, *, consume: bool = False) -> Params:
     """The parameters with ``redundant`` slots more than experts in every MoE layer of the trunk.
 
-    The NextN layers stay as they are: their experts are few rows' work. Parameters that have slots are given
-    back. consume: delete the old experts layer by layer, so that one layer more is all the memory it takes.
-    Raises ConfigError.
+    The NextN layers stay as they are, as few rows use their experts. Parameters that have slots are returned
+    unchanged. consume: delete the old experts layer by layer, so that one layer more is all the memory it
+    takes. Raises ConfigError.
     """
     moes = moe_layers(params)
     if not redundant or (moes and moes[0].copies is not None):
@@ -108,8 +108,8 @@ def move(
     *,
     mesh: Mesh,
 ) -> tuple[Weights, Int[Array, "E c"]]:
-    """An MoE layer's weights with the expert of slot ``source`` in slot ``target``, too, and ``copies``
-    given.
+    """An MoE layer's weights with the expert of slot ``source`` also in slot ``target``, and with these
+    ``copies``.
 
     The slots may lie on any two devices. One expert travels, bit by bit: a sum of integers of which all but
     one are zero.

@@ -1,8 +1,8 @@
 """A Hugging Face ``config.json`` in either dialect, read strictly.
 
 Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_dtype``; transformers 5 writes
-``rope_parameters`` + ``dtype``. Both are read. A model that the engine cannot run is refused here, with the
-reason.
+``rope_parameters`` + ``dtype``. Both dialects are read. A model that the engine cannot run is refused, with
+the reason.
 """
 
 import json
@@ -36,7 +36,7 @@ _REFUSED = {
 
 # Multimodal models, and the names of the text model that each of them nests.
 _NESTING = {"kimi_k25": ("deepseek_v3", "kimi_k2")}
-# Keys that the outer config may have for the text model, each under the first name that is there.
+# Keys that the outer config may have for the text model, each read under the first name that is present.
 _FROM_OUTSIDE = (
     ("quantization_config",),
     ("torch_dtype", "dtype"),
@@ -80,7 +80,7 @@ def read_json(path: str | Path) -> JsonObject:
 def text_part(raw: JsonObject) -> JsonObject:
     """The config of the text model in that of a multimodal one; any other config as it is.
 
-    Raises ConfigError for one that nests no text model, or another than it is known to.
+    Raises ConfigError for a multimodal model without a known text model.
     """
     kind = _model_type(raw)
     if kind not in _NESTING:
@@ -103,7 +103,7 @@ def text_part(raw: JsonObject) -> JsonObject:
 
 
 def translate(raw: JsonObject) -> JsonObject:
-    """Values that the dialects write in their own ways, as fields of ``ModelConfig``.
+    """Fields of ``ModelConfig`` that the dialects write in different ways.
 
     ``rope_scaling``, ``indexer`` and ``gqa`` hold the arguments of their classes, None without. Raises
     ConfigError for a model that the engine cannot run.
@@ -151,7 +151,7 @@ _ARCHITECTURES = {
 
 
 def _model_type(raw: JsonObject) -> str:
-    """model_type, which the architecture's name says as well; of a NextN layer alone, its trunk's."""
+    """model_type, or the type in the architecture's name; for a lone NextN layer that of its trunk."""
     kind = raw.get("model_type")
     if kind is None:
         named = raw.get("architectures")
@@ -194,7 +194,7 @@ def _gqa(raw: JsonObject) -> JsonObject:
             both = " and ".join(f"{v!r:.80}" for v in values)
             raise ConfigError(f"{name} is given as {both}; expected one value")
         found |= {field: values[0]} if values else {}
-    # Without the other two there are no such tensors, which a load would notice.
+    # Without the other two keys the checkpoint lacks such tensors, which a load would report.
     if lacks := [names[field] for field in ("kv_heads", "head_dim", "rotary") if field not in found]:
         raise ConfigError(f"config.json lacks {', '.join(lacks)}; {_GQA} has grouped-query attention")
     interleaved = raw.get("rope_interleave")
@@ -211,7 +211,7 @@ def _shared(raw: JsonObject) -> tuple[bool, ...]:
     config.json gives a list, letters, or a frequency and an offset: the first that is there counts (SGLang).
     """
     layers = raw.get("num_hidden_layers")
-    count = layers if type(layers) is int and 0 < layers <= 2**16 else 0  # ``_check`` says the fault
+    count = layers if type(layers) is int and 0 < layers <= 2**16 else 0  # ``_check`` reports the fault
     for name, full, shared in (("indexer_types", "full", "shared"), ("index_topk_pattern", "F", "S")):
         given = raw.get(name)
         if given is None:
@@ -291,7 +291,7 @@ def is_number(value: object) -> TypeGuard[float]:
 def _dtype(raw: JsonObject) -> str:
     """The narrowest dtype that holds the weights exactly and that programs compute in.
 
-    float16 has three more bits of precision than bfloat16 and less range, so that float32 it is.
+    float16 has three more bits of precision than bfloat16 and less range, so float32 is taken.
     """
     name = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):

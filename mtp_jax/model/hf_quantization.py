@@ -14,7 +14,7 @@ _EXPECTED = "expected fp8 with 128x128 blocks, int4 as compressed-tensors packs 
 def quantisation(raw: JsonObject) -> JsonObject:
     """``fp8`` and ``int4_group`` of ``ModelConfig``. Raises ConfigError for a format that cannot be read."""
     quant, mlx = raw.get("quantization_config"), raw.get("quantization")
-    if isinstance(mlx, dict) and "group_size" in mlx:  # which mlx repeats under the other name
+    if isinstance(mlx, dict) and "group_size" in mlx:  # mlx writes it under both names
         raise ConfigError(f"quantization of {mlx.get('bits')} bits by mlx is not supported; {_EXPECTED}")
     if not quant:  # xLLM's export writes the empty string
         return {"fp8": False, "int4_group": None}
@@ -55,8 +55,8 @@ _WEIGHTS = {
 def _int4_group(quant: JsonObject) -> int:
     """Inputs that share a scale, of compressed-tensors' pack-quantized format.
 
-    Which weights are packed is told from the tensors, as it is for FP8; ``targets`` and ``ignore`` say the
-    same in patterns.
+    The tensors show which weights are packed, as for FP8, so the patterns ``targets`` and ``ignore`` are not
+    read.
     """
     for key in ("kv_cache_scheme", "transform_config"):
         _need(key, quant.get(key) or None, (None,))
@@ -95,7 +95,7 @@ def _group_size(quant: JsonObject, name: str, group: JsonObject) -> int:
 
 
 def _need(key: str, got: object, allowed: Sequence[object]) -> None:
-    """Raises ConfigError for another value. 1 is not True here."""
+    """Raises ConfigError for another value; 1 is another value than True."""
     if not any(type(got) is type(value) and got == value for value in allowed):
         raise ConfigError(
             f"compressed-tensors with {key} = {got!r:.200} is not supported; expected {allowed[0]!r}: int4 "

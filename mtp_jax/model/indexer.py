@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek's sparse attention: which cached entries a token attends to.
+"""The lightning indexer of DeepSeek's sparse attention: the choice of cached entries to attend to.
 
 arXiv 2512.02556, section 2.1, eq. 1: every entry gets a score, the sum over the index heads of w relu(q . k),
 and the ``topk`` best are attended to. Scores are float32. The first entry wins among equal scores.
@@ -21,14 +21,14 @@ NORM_EPS = 1e-6
 Choice = tuple[Int[Array, "_B _W _K"] | None, ...]
 """Rows that the tokens of each part of a pass attend to, or NOTHING (-1); None: all rows that they see.
 
-Empty where nothing has been chosen: a model without an indexer, or a layer that chooses by itself.
+Empty where no layer has chosen: in a model without an indexer, or before a layer with one.
 """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IndexQueries:
-    """A token's question to the index keys: a query for every index head, and the weight of each head.
+    """Queries of a token to index keys: one for each index head, and the weights of heads.
 
     Attributes:
         q: rotated, [B, W, H, i].
@@ -67,7 +67,7 @@ def keys(
 def scores(q: IndexQueries, k: Float[Array, "B L i"]) -> Float[Array, "B W L"]:
     """Scores of every entry for every token, float32."""
     found = jnp.einsum("bwhi,bli->bwhl", q.q, k, preferred_element_type=jnp.float32)
-    # Not `relu`: behind a product XLA on a CPU makes 0 of max(NaN, 0), and a broken score must show.
+    # Not `relu`: behind a product XLA on a CPU computes max(NaN, 0) as 0, and a broken score must show.
     positive = jnp.where(found < 0, 0.0, found)
     return jnp.einsum("bwhl,bwh->bwl", positive, q.weights, precision="highest")
 

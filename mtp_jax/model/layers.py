@@ -1,4 +1,4 @@
-"""The small parts every block uses: RMSNorm, rotary embedding."""
+"""Small parts that every block uses: RMSNorm, rotary embedding."""
 
 import math
 
@@ -48,7 +48,7 @@ def rotate(
 ) -> Float[Array, "B W ... R"]:
     """Rotary embedding. Interleaved checkpoints pair (0,1), (2,3)...
 
-    Interleaved input leaves as evens then odds: q and k alike, so their products do not change.
+    Interleaved input is returned as evens then odds: q and k alike, so their products do not change.
     """
     x32 = x.astype(jnp.float32)
     if interleaved:
@@ -72,7 +72,7 @@ def beside(a: Float[Array, "*b m"], b: Float[Array, "*b n"]) -> Float[Array, "*b
 def rotate_first(
     x: Float[Array, "B W ... h"], angles: Float[Array, "#B W 2 r"], interleaved: bool
 ) -> Float[Array, "B W ... h"]:
-    """The first channels rotated, two for each angle, the rest unchanged."""
+    """Rotate the first channels, two for each angle; the other channels stay unchanged."""
     rope, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
     return jnp.concatenate([rotate(rope, angles, interleaved), rest], axis=-1)
 

@@ -46,5 +46,5 @@ def joined(batches: list[Batch], on: Backend) -> Batch:
 
 
 def after(x: Batch, earlier: PyTree) -> Batch:
-    """``x``, once ``earlier`` is there; None: at once."""
+    """``x``, available only after ``earlier``; None: at once."""
     return x if earlier is None else jax.lax.optimization_barrier((x, earlier))[0]

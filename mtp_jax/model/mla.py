@@ -22,7 +22,7 @@ class Queries:
 
     Attributes:
         nope: the part matched with the up-projected latent.
-        rope: the rope part.
+        rope: the part matched with the shared rope key.
         index: the indexer's queries, which meet index keys; None in a layer without an indexer.
     """
 

@@ -18,7 +18,7 @@ Weight = Float[Array, "E ..."] | Narrow
 Product = Callable[[jax.Array, Any, Any], jax.Array]
 """``x @ w.T`` in a dtype (see ``Products.product``)."""
 
-# Rows that one visit to an expert handles: at least, if there are enough, and at most.
+# Least and most rows of a tile, which one visit to an expert multiplies.
 _TILES = 8, 64
 
 
@@ -27,7 +27,7 @@ _TILES = 8, 64
 class Routing:
     """Chosen experts and their weights; ids outside ``[0, E)`` contribute nothing and cost nothing.
 
-    ``counts``: how often each 64 rows chose each expert, if a kernel chose; other kernels go by it.
+    ``counts``: choices of each expert per 64 rows, if a kernel chose; other kernels read them.
     ``over``: 1 where an all-to-all had no room for all rows, so that they were gathered; else 0, or None.
     """
 
@@ -40,7 +40,7 @@ class Routing:
 def dense(
     gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, product: Product
 ) -> Float[Array, "T D"]:
-    """Every expert on every row, weighted: the reference. Experts not chosen weigh zero."""
+    """Run every expert on every row, weighted: the reference. Experts not chosen weigh zero."""
     gate_up, down = expand(gate_up, x.dtype), expand(down, x.dtype)
     one_hot = jax.nn.one_hot(r.ids, down.shape[0], dtype=jnp.float32)
     weight = jnp.einsum("tke,tk->te", one_hot, r.weights)

@@ -1,7 +1,7 @@
-"""Weights that stay in memory as the checkpoint stores them, narrower than they are multiplied.
+"""Narrow weights: they stay in memory as the checkpoint stores them, narrower than they are multiplied.
 
-Such a weight stands in the tree where its array would. It is a tree of arrays itself, of which the leading
-dimensions are the weight's own: an expert is indexed, and a mesh splits experts, as they are of an array.
+A narrow weight stands in the tree of parameters in place of an array. It is a tree of arrays itself, with the
+leading dimensions of the weight, so that experts are indexed, and split over a mesh, as those of an array.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ E4M3_UNIT = 2.0**8
 
 
 class Narrow(ABC):
-    """Operations of every such weight."""
+    """A narrow weight."""
 
     @property
     @abstractmethod
@@ -30,7 +30,7 @@ class Narrow(ABC):
 
     @abstractmethod
     def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
-        """The weight as loading it dequantised gives: products in float32, rounded to ``dtype`` once."""
+        """The weight as loading dequantises it: products in float32, rounded to ``dtype`` once."""
 
     @abstractmethod
     def reshape(self, *shape: int) -> "Narrow":
@@ -136,11 +136,10 @@ class Int4(Narrow):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InStack(Narrow):
-    """One of a stack of weights, read where it lies: slices of inputs are taken first, the weight then.
+    """A weight of a stack, read in place: slices of inputs are taken first, and then the weight.
 
     Attributes:
-        stack: the weights, with bits; a first axis of n.
-        at: which one.
+        stack: the n weights, with bits, along a first axis. at: index of the weight.
     """
 
     stack: Bf16 | Fp8
@@ -163,8 +162,8 @@ class InStack(Narrow):
 def with_bits(w: PyTree) -> PyTree:
     """A weight on a CPU with its ``bits``; other weights unchanged.
 
-    XLA on a CPU widens a whole stack of bfloat16 or e4m3 before it takes a slice of it, not so of integers.
-    Both arrays lie in the same memory.
+    XLA on a CPU widens a whole stack of bfloat16 or e4m3 before it takes a slice of it, but not a stack of
+    integers. Both arrays lie in the same memory.
     """
     if not isinstance(w, Bf16 | Fp8):
         return w
@@ -178,7 +177,7 @@ def without_bits(w: PyTree) -> PyTree:
 
 
 def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array, "*o i"] | Narrow:
-    """One weight of a stack. A weight with bits is looked up by them alone; its values are made of its bits.
+    """A weight of a stack. Where there are bits, only they are looked up, and values are made of them.
 
     XLA on a CPU would widen the whole stack of values first (``with_bits``).
     """
@@ -198,7 +197,7 @@ def index(w: Float[Array, "E *o i"] | Narrow, e: Int[Array, ""]) -> Float[Array,
 
 
 def flat(w: Float[Array, "E *o i"] | Narrow) -> tuple[Float[Array, "F *o i"] | Narrow, Int[Array, ""] | int]:
-    """Experts, of all layers if they are in a stack, and the number of the layer's first."""
+    """Experts of a layer, or of all layers of a stack, and the index of the layer's first expert."""
     if not isinstance(w, InStack):
         return w, 0
     return w.stack.reshape(-1, *w.shape[1:]), w.at * w.shape[0]
@@ -216,19 +215,19 @@ def _nbytes(w: PyTree) -> int:
 
 
 def readable(w: object) -> TypeGuard["Bf16 | Fp8 | InStack"]:
-    """Whether this is a narrow weight whose bits loops can read."""
+    """Whether a weight is narrow and has bits that loops can read."""
     return isinstance(w, InStack) or (isinstance(w, Bf16 | Fp8) and w.bits is not None)
 
 
 def bf16_of_bits(bits: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
-    """bfloat16 as float32: it is the upper half of one."""
+    """bfloat16 as float32: bfloat16 is the upper half of a float32."""
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
 def e4m3_of_bits(bits: Int8[Array, "*b"]) -> Float[Array, "*b"]:
     """e4m3 over ``E4M3_UNIT`` as float32; NaN apart, which a checkpoint may not have.
 
-    A float16 with its sign, exponent and mantissa is smaller by that factor, subnormal values included. The
+    A float16 with the same sign, exponent and mantissa is smaller by that factor, also if subnormal. The
     product moves the bits up by 7, and the sign to two places. (A shift would test its width each time.)
     """
     half = (bits.astype(jnp.int16) * 128) & jnp.int16(-0x4001)
@@ -236,12 +235,12 @@ def e4m3_of_bits(bits: Int8[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 def is_narrow(x: object) -> bool:
-    """Whether this is a weight and no array: a leaf, where trees of weights are walked."""
+    """Whether a node is a narrow weight: a leaf for walks over trees of weights."""
     return isinstance(x, Narrow)
 
 
 def expand(w: Float[Array, "*o i"] | Narrow, dtype: DTypeLike) -> Float[Array, "*o i"]:
-    """A weight as an array: itself, or expanded."""
+    """A weight as an array; a narrow weight is expanded."""
     return w.expand(dtype) if isinstance(w, Narrow) else w
 
 
@@ -253,6 +252,6 @@ ByHead = Float[Array, "N _o C"] | Narrow
 
 
 def rows_of(table: Table, ids: Int[Array, "*b"]) -> Float[Array, "*b D"]:
-    """Rows of a table, in float32 if it is narrow. Ids outside are moved to its nearest row."""
+    """Rows of a table, in float32 if it is narrow. Ids outside the table get its nearest row."""
     rows = jax.tree.map(lambda a: jnp.take(a, ids, axis=0, mode="clip"), table)
     return expand(rows, jnp.float32)

@@ -1,8 +1,8 @@
 """Windows and chunks of different lengths side by side: one pass reads every weight once for all of them.
 
 A part has rows [B, W]: B sequences, shard by shard of the ``data`` axis, of W tokens each. A pass over one
-part has its shape. A pass over several has rows [S, R]: the rows of each of S data shards, one part after the
-other. Attention alone looks at the parts again, as each has a page table of its own.
+part has rows of the part's shape. A pass over several has rows [S, R]: the rows of each of S data shards, one
+part after the other. Attention alone looks at the parts again, as each has a page table of its own.
 """
 
 import math
@@ -20,7 +20,7 @@ Tree = TypeVar("Tree")
 
 
 def join(parts: Sequence[Shaped[Array, "_B _W ..."]], mesh: Mesh | None) -> Shaped[Array, "S R ..."]:
-    """The rows of all parts; of one part, itself."""
+    """The rows of all parts, side by side; a lone part as it is."""
     if len(parts) == 1:
         return parts[0]
     shards = data_size(mesh)
@@ -34,7 +34,7 @@ def join(parts: Sequence[Shaped[Array, "_B _W ..."]], mesh: Mesh | None) -> Shap
 
 
 def split_tree(tree: Tree, shapes: Sequence[tuple[int, ...]], mesh: Mesh | None) -> list[Tree]:
-    """``split`` of every array of a tree; a tree for each part."""
+    """``split`` every array of a tree; returns a tree for each part."""
     leaves, whole = jax.tree.flatten(tree)
     parts = [split(a, shapes, mesh) for a in leaves]
     return [whole.unflatten([part[i] for part in parts]) for i in range(len(shapes))]

@@ -1,4 +1,4 @@
-"""Experts in slots, so that no device has much more to do than the rest. No jax here.
+"""Placement of experts in slots, so that every device has about the same work. No jax here.
 
 The published heuristic (github.com/deepseek-ai/EPLB; arXiv 2412.19437, section 3.4): the next copy goes to
 the expert with the largest load per copy, then slots are packed, heaviest first, into the device with the
@@ -15,11 +15,11 @@ from jaxtyping import Float, Int
 
 Placement = Int[np.ndarray, " P"]
 Load = Float[np.ndarray, " E"]
-"""How often each expert was chosen."""
+"""Number of times that each expert was chosen."""
 
 
 def first_placement(experts: int, slots: int) -> Placement:
-    """Each expert in the slot of its number; the slots past them hold the first experts again."""
+    """Each expert in the slot of its number; further slots hold the first experts again."""
     return np.arange(slots) % experts
 
 
@@ -61,7 +61,7 @@ def place(
 
 
 def _packed(load: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of each item; all bins have equally many."""
+    """The bin of each item; all bins get the same number of items."""
     room = len(load) // bins
     total, count, found = np.zeros(bins), np.zeros(bins, int), np.zeros(len(load), int)
     for item in np.argsort(-load, kind="stable"):
@@ -116,15 +116,15 @@ def _kept(wanted: np.ndarray, have: np.ndarray) -> np.ndarray:
 def moves(now: Placement, goal: Placement) -> Iterator[tuple[int, int]]:
     """Copies (from slot, over slot) that lead from one placement to another, in order.
 
-    None is written over the last copy of its expert. Where all that are left would be, one such expert is
-    first copied over a copy that can be spared, which comes back later. Raises ValueError if none can.
+    No move overwrites the last copy of an expert. Where every move left would, one such expert is first
+    copied over a spare copy, which is restored later. Raises ValueError if there is no spare copy.
     """
     placed = now.copy()
     while (left := np.flatnonzero(placed != goal)).size:
         count = np.bincount(placed)
         free = left[count[placed[left]] > 1]
         target = int(free[0] if free.size else left[0])
-        if not free.size:  # the rest are cycles of experts with one copy each
+        if not free.size:  # the moves left are cycles of experts with one copy each
             spare = np.flatnonzero(count[placed] > 1)
             if not spare.size:
                 raise ValueError(

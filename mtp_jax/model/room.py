@@ -1,4 +1,4 @@
-"""Room of a device beside weights and programs: the one sum of engines, `info` and `plan`."""
+"""Room of a device beside weights and programs: one sum for engines, `info` and `plan`."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ class Room:
 
     Attributes:
         total: its memory.
-        fraction: the share of it that may be taken.
-        taken: bytes of weights, and of everything else that is there before the cache.
-        programs: the most that programs need besides: activations, buffers, code.
+        fraction: the share of memory that may be taken.
+        taken: bytes of weights, and of all other data that is allocated before the cache.
+        programs: the most bytes that programs need: activations, buffers, code.
     """
 
     total: int
@@ -23,7 +23,7 @@ class Room:
 
     @property
     def bytes(self) -> float:
-        """Bytes left for the cache; negative if not even the rest fits."""
+        """Bytes left for the cache; negative if weights and programs do not fit."""
         return self.fraction * self.total - self.taken - self.programs
 
     def holds(self, size: int) -> int:

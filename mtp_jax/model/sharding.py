@@ -27,7 +27,7 @@ def make_mesh(data: int, model: int) -> Mesh:
 
 
 def with_auto_axes(mesh: Mesh | None) -> Mesh | None:
-    """The same devices and axes, of the type that XLA partitions over: ``jax.make_mesh`` makes Explicit axes.
+    """The mesh with axes of the type that XLA partitions over: ``jax.make_mesh`` makes Explicit axes.
 
     Raises ConfigError for other axes than data and model.
     """
@@ -74,7 +74,7 @@ def data_size(mesh: Mesh | None) -> int:
 
 
 def param_sharding(spec: Spec, mesh: Mesh) -> NamedSharding:
-    """Where the parts of a parameter are."""
+    """The sharding of a parameter."""
     return NamedSharding(mesh, partition(*spec.axes))
 
 

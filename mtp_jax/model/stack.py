@@ -1,6 +1,6 @@
 """Trees of the same shapes as one tree whose arrays have one axis more: a loop over layers reads it in place.
 
-Which layers are stacked, a backend decides (``Backend.arranged``); everything else sees layers one by one.
+A backend chooses the layers to stack (``Backend.arranged``); all other code sees layers one by one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PyTree
 from mtp_jax.model.narrow import InStack, Narrow, index, is_narrow, readable, with_bits, without_bits
 
 Tree = TypeVar("Tree")
-# XLA on a CPU takes an array of the host for its own where it begins at a multiple of this number of bytes.
+# XLA on a CPU uses a host array without a copy if it begins at a multiple of this number of bytes.
 _ALIGNMENT = 64
 
 
@@ -45,7 +45,7 @@ def each(groups: Iterable[Tree | Stack[Tree]]) -> list[tuple[Tree, tuple[int, ..
 
 
 def one_of(stack: Stack[Tree], i: Int[Array, ""]) -> Tree:
-    """Tree ``i`` of a stack. Weights that loops can read stay where they lie, arrays are looked up."""
+    """Tree ``i`` of a stack. Weights that loops can read are read in place, arrays are sliced."""
 
     def weight(w: Array | Narrow) -> Array | Narrow:
         return InStack(w, i) if readable(w) and not isinstance(w, InStack) else index(w, i)
@@ -54,7 +54,7 @@ def one_of(stack: Stack[Tree], i: Int[Array, ""]) -> Tree:
 
 
 def alike(trees: Sequence[Tree]) -> list[list[Tree]]:
-    """Neighbours of the same structure, shapes and dtypes, together."""
+    """Groups of neighbouring trees of the same structure, shapes and dtypes."""
 
     def form(tree: Tree) -> tuple[object, list[tuple[tuple[int, ...], np.dtype]]]:
         return jax.tree.structure(tree), [(a.shape, a.dtype) for a in jax.tree.leaves(tree)]
@@ -73,7 +73,7 @@ def stacked(trees: list[Tree], consume: bool = False) -> Stack[Tree]:
 
     Trees of ``jax.ShapeDtypeStruct`` give a stack of ``jax.ShapeDtypeStruct``: no memory is taken.
 
-    consume: empty the list; if nothing else holds the trees, only one weight is in memory twice at a time.
+    consume: empty the list; if the caller keeps no reference, only one weight is in memory twice at a time.
     """
     form = jax.tree.structure(trees[0], is_leaf=is_narrow)
     leaves = [jax.tree.leaves(tree, is_leaf=is_narrow) for tree in trees]
@@ -113,7 +113,7 @@ def _kept(like: PyTree, bare: PyTree) -> PyTree:
 
 
 def _together(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays of one shape as one, which begins where XLA can take it as it is."""
+    """Arrays of one shape as one array, aligned so that XLA uses it without a copy."""
     first, size = arrays[0], arrays[0].nbytes
     if all(a.ctypes.data == first.ctypes.data + i * size for i, a in enumerate(arrays)):
         return np.lib.stride_tricks.as_strided(

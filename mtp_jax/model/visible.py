@@ -1,7 +1,7 @@
-"""Rows of its slot's cache that a token sees: compact, never a mask of every row for every token.
+"""The rows of its slot's cache that a token sees, in compact form, not as a mask of every row.
 
-The kernels take it as it is; XLA asks it for the mask of the rows at hand. The choice of sparse attention is
-apart (``model.indexer.Choice``).
+Kernels take this form as it is; for XLA it gives the mask of some rows. The choice of sparse attention is a
+type of its own (``model.indexer.Choice``).
 """
 
 from kernels_pallas.visible import MAX_AHEAD, Window, chain

@@ -1,1 +1,1 @@
-"""From a checked body to the engine, and from its outputs to one answer or to events."""
+"""Checked bodies to the engine, and its outputs to one answer or to events."""

@@ -1,4 +1,4 @@
-"""From a conversation to its outputs: the prompt, the tools that may be called, the queue."""
+"""Submission of a conversation: its prompt, the tools that it may call, its place in the queue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ class ChatPrompt:
         self.thinking = False
 
     def __call__(self) -> list[int]:
-        """Token ids. Raises RequestError."""
+        """Render the conversation and return its token ids. Raises RequestError."""
         told = self._conversation
         messages = [message.for_template() for message in told.messages]
-        # A model that may call none is not told of them.
+        # The prompt names no tools if the request forbids calls.
         tools = [tool.for_template() for tool in told.functions] if told.tool_choice != "none" else None
         prompt = self._tokenizer.apply_chat_template(
             messages,
@@ -45,12 +45,12 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation on its way through the engine.
+    """A submitted conversation.
 
     Attributes:
-        use: of tools; None where none may be called.
+        use: the allowed use of tools; None where no tool may be called.
         thinking: whether its prompt has opened a thought.
-        custom: names of the tools that take a text instead of arguments.
+        custom: names of the tools that take a text instead of JSON arguments.
     """
 
     streams: Sequence[Stream]

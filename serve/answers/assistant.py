@@ -1,4 +1,4 @@
-"""A call of a route whose answers consist of blocks: OpenAI's Responses and Anthropic's Messages."""
+"""Answers that consist of blocks: OpenAI's Responses and Anthropic's Messages."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def _named(data: JsonObject) -> bytes:
 
 
 class AssistantCall(Call):
-    """A conversation's answer. A route defines the form of blocks; an event's ``type`` is its name."""
+    """The answer to a conversation. A route's subclass gives blocks their form."""
 
     write = staticmethod(_named)
     done = b""
@@ -34,22 +34,22 @@ class AssistantCall(Call):
 
     @abstractmethod
     def change(self, change: Change) -> Iterable[JsonObject]:
-        """The events of a change of a block."""
+        """Return the events for a change of a block."""
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Sorts new text into blocks."""
+        """Take an output, and sort its new text into blocks."""
         (c,) = output.outputs
         self._thought.push(c.token_ids)
         self._changes = self.blocks.push(self._inputs.push(self._turn.push(c)))
         return output
 
     def grown(self, prompt: int, output: RequestOutput) -> Iterable[JsonObject]:
-        """The events of its changes."""
+        """Return the events for the changes that the output makes to blocks."""
         del prompt, output
         return (e for change in self._changes for e in self.change(change))
 
     def end(self) -> Iterable[JsonObject]:
-        """The end of the last block."""
+        """Return the events that end the last block."""
         return (e for change in self.blocks.finish() for e in self.change(change))
 
     @property
@@ -59,7 +59,7 @@ class AssistantCall(Call):
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's."""
+        """The reason of the end, by OpenAI's names."""
         return self._turn.finish_reason(self.completion) if self.completion else None
 
     @property

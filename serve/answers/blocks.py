@@ -12,11 +12,11 @@ Kind = Literal["thought", "text", "call", "custom"]
 
 @dataclass
 class Block:
-    """One of them, as far as it has come.
+    """A block, with its text so far.
 
     Attributes:
-        index: among all blocks.
-        text: its text; a call's arguments, as JSON text; a custom tool's input.
+        index: its number among all blocks.
+        text: text of a thought or answer, a call's arguments as JSON text, or a custom tool's input.
         id, name: id and name of a call of either kind.
     """
 
@@ -37,21 +37,21 @@ class Change:
 
 
 class Blocks:
-    """Sorts pieces into blocks. White space before a block's text, or between calls, is in none.
+    """Sorts pieces into blocks. White space before a block's text, or between calls, is dropped.
 
     Attributes:
         all: blocks that have begun.
     """
 
     def __init__(self, custom: frozenset[str] = frozenset()) -> None:
-        """custom: names of the tools whose calls have a text instead of arguments."""
+        """custom: names of the tools whose calls have a text instead of JSON arguments."""
         self._custom = custom
         self.all: list[Block] = []
         self._open: Block | None = None
         self._space = ""
 
     def push(self, pieces: Iterable[Piece]) -> list[Change]:
-        """Take pieces; return the changes."""
+        """Sort pieces of a turn into blocks; return the changes of blocks."""
         changes: list[Change] = []
         for piece in pieces:
             if isinstance(piece, CallBegin):
@@ -67,7 +67,7 @@ class Blocks:
         return changes
 
     def finish(self) -> list[Change]:
-        """The end of the turn."""
+        """End the last block; return that change."""
         return self._end()
 
     def _said(self, kind: Kind, text: str) -> list[Change]:

@@ -1,4 +1,4 @@
-"""One call of a generating route: its outputs as one answer, or as events while they grow."""
+"""A request to a generating route: its outputs become one answer, or events while they grow."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
@@ -16,7 +16,7 @@ from serve.base.sse import DONE, EventStream, event
 from serve.base.state import Server
 from serve.bodies.reading import warning
 
-# Tokens and scores of an answer from which on it is written beside the event loop: some milliseconds' worth.
+# Answers with more tokens and scores, some milliseconds of work, are written beside the event loop.
 _MANY = 1024
 
 
@@ -29,10 +29,10 @@ def _is_long(outputs: Collection[RequestOutput]) -> bool:
 
 
 class Call(ABC):
-    """Reads the outputs of a request's prompts; a route renders them.
+    """Reads the outputs of a request's prompts; a route's subclass renders them.
 
     Attributes:
-        streams: one per prompt.
+        streams: the stream of each prompt.
         last: the newest output of every prompt that has one.
         write: renders an event as bytes; ``done`` ends a stream of events.
     """
@@ -68,11 +68,11 @@ class Call(ABC):
         return error.body
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Note an output as it comes; return it without parts that the client did not ask for."""
+        """Record an output; return it without the parts that the client did not request."""
         return output
 
     async def respond(self) -> Response:
-        """The response."""
+        """The HTTP response: one answer, or a stream of events."""
         if self.stream:
             return EventStream(
                 self._events(),

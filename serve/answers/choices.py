@@ -1,4 +1,4 @@
-"""A call of a route whose answers consist of choices: OpenAI's Completions and Chat."""
+"""Answers that consist of choices: OpenAI's Completions and Chat."""
 
 import time
 from abc import abstractmethod
@@ -15,10 +15,10 @@ from serve.bodies.schema import CallBody
 
 
 class ChoicesCall(Call):
-    """Outputs to choices; a route says what a choice looks like.
+    """Turns outputs into choices; a route's subclass gives a choice its form.
 
     Attributes:
-        kind: of the answer's object; that of a chunk is ``chunk_kind``.
+        kind: ``object`` of the answer; ``chunk_kind`` is a chunk's.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class ChoicesCall(Call):
         super().__init__(server, request, streams, body.stream)
         self._speculative, self._options = body.speculative, body.stream_options
         self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
-        self._ended: dict[int, bool] = {}  # of choices that the client knows of
+        self._ended: dict[int, bool] = {}  # of choices that the client has received, whether they have ended
         self._speculation = Speculation()
         self._head: JsonObject = {"id": self.prefix + new_id(), "created": int(time.time())}
         if server.allm.about.simulated:
@@ -37,19 +37,19 @@ class ChoicesCall(Call):
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:
-        """A completion, or what is new of it; ``begun``: the client has its beginning."""
+        """Render a completion, or its new part. begun: whether the client has received its beginning."""
 
     def usage(self) -> JsonObject:
         """Token counts."""
         return usage(self.last.values())
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Adds what drafting achieved."""
+        """Record an output, and add up the results of drafting."""
         self._speculation += output.speculation
         return output
 
     def answer(self) -> JsonObject:
-        """All choices."""
+        """Return the answer with all choices."""
         choices = [
             self._choice(prompt * len(o.outputs) + c.index, o, c, False)
             for prompt, o in sorted(self.last.items())
@@ -58,7 +58,7 @@ class ChoicesCall(Call):
         return self._object(self.kind, choices) | self._totals()
 
     def grown(self, prompt: int, output: RequestOutput) -> Iterable[JsonObject]:
-        """A chunk for each completion of which something is new."""
+        """Return a chunk for each completion that has grown or ended."""
         counts = {"usage": self.usage() if self._asks("continuous_usage_stats") else None}
         counts = counts if self._asks("include_usage") else {}
         for c in output.outputs:
@@ -69,7 +69,7 @@ class ChoicesCall(Call):
                 yield self._object(self.chunk_kind, [choice]) | counts
 
     def end(self) -> Iterable[JsonObject]:
-        """The totals, if they are asked for."""
+        """Return the chunk with the usage, if the client requested it."""
         if self._asks("include_usage"):
             yield self._object(self.chunk_kind, []) | self._totals()
 
@@ -77,19 +77,19 @@ class ChoicesCall(Call):
         return getattr(self._options, option, None) is True
 
     def _choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:
-        """A choice; its last part says what stopped it, and which weights made it."""
+        """Render a choice; its last part has the stop reason and the weight version."""
         last = {"stop_reason": c.stop_reason, "weight_version": output.weight_version}
         return self.choice(index, output, c, begun) | ({} if c.finish_reason is None else last)
 
     def _is_news(self, c: CompletionOutput) -> bool:
-        """Whether there is something to tell of a completion."""
+        """Whether a completion has grown or ended since its last chunk."""
         return c.finish_reason is not None or bool(c.text) or (self._tells_tokens and bool(c.token_ids))
 
     def _object(self, kind: str, choices: list[JsonObject]) -> JsonObject:
         return self._head | {"object": kind, "model": self.request.state.model, "choices": choices}
 
     def _totals(self) -> JsonObject:
-        """Token counts; what drafting achieved: of one completion, null for several, none at level "none"."""
+        """Token counts, and the results of drafting: null for several completions, absent at level "none"."""
         level = (self._speculative and self._speculative.metrics) or self.server.settings.spec_metrics
         if level == "none":
             return {"usage": self.usage()}

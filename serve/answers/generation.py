@@ -1,4 +1,4 @@
-"""From checked requests to growing outputs."""
+"""Submission of checked requests, and their growing outputs."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
@@ -20,7 +20,7 @@ _FAILED = (
     "this request failed: the model's numbers were not finite, or its structured output grew too complex"
 )
 
-# OpenAI's clients try these statuses again by themselves.
+# OpenAI's clients retry requests with these statuses.
 _NOT_AGAIN = {"x-should-retry": "false"}
 
 
@@ -31,7 +31,7 @@ async def submit(
     prompts: Sequence[str | Sequence[int] | LazyPrompt],
     params: SamplingParams,
 ) -> list[Stream]:
-    """Queue every prompt, or none; at the end of the request what is left of them is aborted.
+    """Queue every prompt, or none; prompts unfinished at the end of the request are aborted.
 
     Raises RequestError, Overloaded, EngineStopped.
     """
@@ -66,7 +66,7 @@ async def submit(
 async def outputs(
     server: Server, request: Request, streams: Sequence[Stream]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(which prompt, its output so far) as they come. A client that disconnects aborts them all."""
+    """Yield (index of the prompt, its output so far). All prompts are aborted if the client disconnects."""
     record = record_of(request.scope)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(aborted_with_client(request))
@@ -96,9 +96,9 @@ async def outputs(
 
 
 def check(outputs: Collection[RequestOutput], prompts: int) -> None:
-    """Raises ApiError for a completion that failed, or where all have ended, some too early, without a token.
+    """Raises ApiError for a completion that failed, or if all have ended and one of them without a token.
 
-    outputs: the newest of every prompt that has one, of so many prompts.
+    outputs: the newest output of every prompt that has any. prompts: number of prompts.
     """
     completions = [c for output in outputs for c in output.outputs]
     reasons = {c.finish_reason for c in completions}

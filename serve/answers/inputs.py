@@ -1,4 +1,4 @@
-"""The texts of custom tools, out of the arguments that the model writes."""
+"""Texts for custom tools, extracted from the JSON arguments that the model writes."""
 
 import json
 import re
@@ -10,24 +10,24 @@ from serve.answers.turn import Called, Piece
 
 
 class Inputs:
-    """Turns the arguments of custom tools' calls into their text, as it grows. One object per completion."""
+    """Turns growing arguments of custom tools' calls into their growing text. One object per completion."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
         self._texts: dict[int, _FirstString] = {}
 
     def is_text(self, index: int) -> bool:
-        """Whether a call that has begun is one of a custom tool."""
+        """Whether a call that has begun is a call of a custom tool."""
         return index in self._texts
 
     def body(self, index: int, call: Called) -> JsonObject:
-        """A whole call in OpenAI's shape."""
+        """Render a whole call in OpenAI's shape."""
         if not self.is_text(index):
             return call.body
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
 
     def push(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Take the pieces of a turn; return the same with texts in the place of such arguments."""
+        """Take pieces of a turn; return them with texts in place of the arguments of custom tools."""
         if not self._names:
             return list(pieces)
         found: list[Piece] = []
@@ -43,7 +43,7 @@ class Inputs:
 
 
 class _FirstString:
-    """The value of the first member of a JSON object that is a string, as its text comes."""
+    """The value of a growing JSON object's first member that is a string."""
 
     _BEFORE = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"')
     _CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*', re.DOTALL)
@@ -53,7 +53,7 @@ class _FirstString:
         self._held, self._inside = "", False
 
     def push(self, text: str) -> str:
-        """Characters that are known now."""
+        """Take JSON text; return the new characters of the value."""
         self._held += text
         if not self._inside:
             begun = self._BEFORE.match(self._held)
@@ -63,7 +63,7 @@ class _FirstString:
         match = self._CHARACTERS.match(self._held)
         end = match.end() if match else 0
         if not self._held.startswith('"', end) and (half := self._HALF.search(self._held, 0, end)):
-            end = half.start()  # its other half may come
+            end = half.start()  # its other half may follow in the next text
         found, self._held = self._held[:end], self._held[end:]
         # A half without its other half is no character.
         decoded: str = json.loads(f'"{found}"', strict=False)

@@ -13,28 +13,28 @@ def may_think(tokenizer: Tokenizer) -> bool:
 
 
 class Splitter:
-    """Takes text as it grows, without calls; no part of a tag is shown. One object per completion."""
+    """Splits growing text without calls; tags are never shown. One object per completion."""
 
     def __init__(self, thinking: bool, may_think: bool) -> None:
-        """thinking: the prompt has opened a block. may_think: the output may open one itself."""
+        """thinking: whether the prompt has opened a thought. may_think: whether the output may open one."""
         self._tag = CLOSE if thinking else OPEN if may_think else ""
         self._thinking = thinking
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """(thought, answer) that may be shown now."""
+        """Take text; return the new (thought, answer) that may be shown."""
         if not self._tag:
             return "", text
         text = self._held + text
         return self._before(text) if self._tag == OPEN else self._up_to_end(text)
 
     def flush(self) -> tuple[str, str]:
-        """Text that was held back, at the end."""
+        """Return (thought, answer) of the text held back, at the end."""
         rest, self._held = self._held, ""
         return self._sides(rest)
 
     def call(self) -> tuple[str, str]:
-        """A call begins, which ends a thought: the same. An end tag that comes later is not shown."""
+        """Return the text held back, as a call begins, which ends a thought. A later end tag is not shown."""
         shown = self.flush()
         self._thinking, self._tag = False, CLOSE if self._tag == CLOSE else ""
         return shown
@@ -65,14 +65,14 @@ class Splitter:
 
 
 class ThoughtTokens:
-    """Counts tokens up to the end of the thought, all if it does not end. One object per completion.
+    """Counts the tokens of a thought; an unended thought has all tokens. One object per completion.
 
     Attributes:
-        count: so far.
+        count: tokens of the thought so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, use: ToolUse | None) -> None:
-        """use: of tools, whose calls end a thought, too."""
+        """use: the use of tools, whose calls end a thought, too."""
         ends = (CLOSE, *(use.form.opens if use else ()))
         self.count = 0
         self._tokenizer, self._tail, self._ended = tokenizer, b"", False
@@ -80,7 +80,7 @@ class ThoughtTokens:
         self._longest = max(map(len, self._ends))
 
     def push(self, token_ids: Iterable[int]) -> None:
-        """Take the next tokens."""
+        """Count the next tokens."""
         for token in token_ids:
             if self._ended:
                 return

@@ -14,7 +14,7 @@ from mtp_jax import (
 )
 from serve.base.settings import SpecMetrics
 
-_LEAST = -9999.0  # OpenAI's number for minus infinity, which JSON has not
+_LEAST = -9999.0  # OpenAI's number for minus infinity, which JSON cannot express
 
 
 def usage(outputs: Collection[RequestOutput], reasoning_tokens: int | None = None) -> JsonObject:
@@ -59,7 +59,7 @@ def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> JsonO
 
 
 def token_extras(c: CompletionOutput, ids: bool | None, origins: bool | None) -> JsonObject:
-    """The tokens, as asked for: their ids; ids, texts and whether they were drafted."""
+    """Fields of tokens, as requested: their ids; or ids, texts and whether each was drafted."""
     extras: JsonObject = {}
     if ids:
         extras["token_ids"] = c.token_ids
@@ -77,7 +77,7 @@ class TextOffsets:
         self._decoder = StreamDecoder(tokenizer, skip_special_tokens) if tokenizer else None
 
     def push(self, token_ids: Sequence[int]) -> list[int]:
-        """Offsets of the tokens that come next."""
+        """The offsets of the next tokens."""
         offsets = []
         for token in token_ids:
             offsets.append(self._next)
@@ -95,7 +95,7 @@ class TextOffsets:
             for i, token in enumerate(token_ids):
                 offsets[i] = min(at, len(prompt))
                 name = token_name(self._tokenizer, token)
-                if self._tokenizer.token_bytes(token):  # an ordinary one
+                if self._tokenizer.token_bytes(token):  # a token with text of its own
                     at += len(decoder.push([token]))
                 elif prompt.startswith(name, at):
                     at += len(name)
@@ -109,7 +109,7 @@ def completion_logprobs(
     scores: Sequence[dict[int, Logprob] | None],
     offsets: Sequence[int],
 ) -> JsonObject:
-    """The legacy completion route's: parallel lists."""
+    """Log-probabilities for the legacy completion route: parallel lists."""
     name = cache(partial(token_name, tokenizer))
     tokens = [name(t) for t in token_ids]
     best = [s and _by_name(name, s) for s in scores]
@@ -120,7 +120,7 @@ def completion_logprobs(
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[dict[int, Logprob]], top: int
 ) -> JsonObject:
-    """The chat route's: an object per token."""
+    """Log-probabilities for the chat route: an object per token."""
 
     def entry(token: int, score: Logprob) -> JsonObject:
         content = tokenizer.token_bytes(token, False)
@@ -137,7 +137,7 @@ def chat_logprobs(
 def prompt_scores(
     tokenizer: Tokenizer | None, scores: Sequence[dict[int, Logprob] | None]
 ) -> list[JsonObject | None]:
-    """vLLM's ``prompt_logprobs``: per token of a prompt the scores by id; none of the first one."""
+    """vLLM's ``prompt_logprobs``: for each token of a prompt its scores by id; null for the first token."""
     name = cache(partial(token_name, tokenizer))
 
     def entry(token: int, score: Logprob) -> JsonObject:
@@ -152,7 +152,7 @@ def token_name(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def _by_name(name: Callable[[int], str], scores: dict[int, Logprob]) -> dict[str, float]:
-    """The likeliest of the tokens that share a name, as parts of characters do."""
+    """Scores by name; tokens may share a name, as parts of characters do, and the likeliest stays."""
     best: dict[str, float] = {}
     for token, score in scores.items():
         best[name(token)] = max(best.get(name(token), _LEAST), finite(score))
@@ -160,5 +160,5 @@ def _by_name(name: Callable[[int], str], scores: dict[int, Logprob]) -> dict[str
 
 
 def finite(score: Logprob) -> float:
-    """The log-probability as JSON can say it."""
+    """The log-probability as a number that JSON can express."""
     return max(score.logprob, _LEAST)

@@ -20,14 +20,14 @@ Piece = Thought | Part
 
 
 class Turn:
-    """One completion.
+    """Parses one completion of a conversation.
 
     Attributes:
-        calls: how many calls of tools have begun.
+        calls: number of calls of tools that have begun.
     """
 
     def __init__(self, thinking: bool, may_think: bool, use: ToolUse | None) -> None:
-        """thinking: the prompt has opened a thought. may_think: the output may open one. use: of tools."""
+        """thinking: whether the prompt opened a thought. may_think: whether the output may. use: of tools."""
         self._splitter = Splitter(thinking, may_think)
         self._parser = use.parser() if use else None
         self._most = None if use is None or use.several else 1
@@ -35,7 +35,7 @@ class Turn:
         self.calls = 0
 
     def push(self, c: CompletionOutput) -> list[Piece]:
-        """Take a completion, or the new part of it; return the parts known now."""
+        """Take a completion, or its new part; return the pieces of the turn that are certain now."""
         ended = c.finish_reason is not None
         if self._parser:
             parts = self._parser.push(c.text) + (self._parser.flush() if ended else [])
@@ -56,7 +56,7 @@ class Turn:
         return [*pieces, OutputText(self._space)] if self._space and not self.calls else pieces
 
     def _said(self, thought: str, text: str) -> list[Piece]:
-        """Pieces of these. White space waits for its sequel: in front of a call it is the format's."""
+        """Pieces of thought and text. White space waits for its sequel: before a call it is dropped."""
         if self._parser:
             whole = self._space + text
             text = whole.rstrip()
@@ -64,7 +64,7 @@ class Turn:
         return [*([Thought(thought)] if thought else []), *([OutputText(text)] if text else [])]
 
     def finish_reason(self, c: CompletionOutput) -> str | None:
-        """OpenAI's: an output that ended with calls waits for their results."""
+        """The reason of the end, by OpenAI's names; "tool_calls" for an output that ended with calls."""
         return "tool_calls" if c.finish_reason == "stop" and self.calls else c.finish_reason
 
     def _named(self, part: Part) -> Part:
@@ -76,7 +76,7 @@ class Turn:
 
 @dataclass
 class Called:
-    """A call of a tool, as far as it has come."""
+    """A call of a tool, with its arguments so far."""
 
     id: str
     name: str

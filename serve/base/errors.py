@@ -26,7 +26,7 @@ from serve.watch.access_log import record_of
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
 _ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /metrics"
-# Where pydantic's words are about Python, or about its own classes.
+# Replacements for pydantic's messages that speak of Python or of its own classes.
 _WORDS: dict[str, str] = {
     **dict.fromkeys(("dict_type", "model_type"), "Input should be an object"),
     "missing": "this field is required; add it",
@@ -43,13 +43,13 @@ _ANTHROPIC_KINDS = {413: "request_too_large", 503: "overloaded_error", 500: "api
 
 @dataclass
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error that becomes the answer to a request.
 
     Attributes:
-        status: the status of HTTP.
+        status: the HTTP status.
         message: text for the client: no internals.
-        param: the field it is about.
-        code: a word for programs.
+        param: the field of the request at fault.
+        code: a word that identifies the error to programs.
         headers: headers to add to the response.
         details: data for programs, in Anthropic's shape alone.
     """
@@ -81,7 +81,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to any exception; one that the client did not cause is logged instead."""
+    """Convert any exception; an exception that the client did not cause is logged, and its text hidden."""
     match error:
         case ApiError():
             return error
@@ -117,7 +117,7 @@ def _retry(seconds: float) -> dict[str, str]:
 
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:
-    """The path that is unknown, or the methods that it allows."""
+    """The error for an unknown path, or for a method that the path does not allow."""
     path = request.url.path[:_SHOWN_CHARACTERS]
     if error.status_code == 404:
         close = get_close_matches(path, [route.path for route in request.app.routes], 1)
@@ -129,7 +129,7 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
 
 
 def _of_validation(error: ValidationError) -> ApiError:
-    """The first fault: its place, the expected value, the value got."""
+    """The error for the first fault of a body: its place, the expected value, the value got."""
     first = error.errors(include_url=False, include_context=False)[0]
     path = [str(part) for part in first["loc"] if " " not in str(part)]
     got = ""
@@ -140,6 +140,6 @@ def _of_validation(error: ValidationError) -> ApiError:
         got = f"; got {text[:_SHOWN_CHARACTERS]}{'...' if len(text) > _SHOWN_CHARACTERS else ''}"
     message = _WORDS.get(first["type"], first["msg"].removeprefix("Value error, "))
     where = ".".join(path)[:_SHOWN_CHARACTERS]
-    if not path:  # a rule about several fields names the one to change
+    if not path:  # a rule about several fields names the field to change
         return ApiError(400, message, param=message.partition(":")[0])
     return ApiError(400, f"{where}: {message}{got}", param=path[0])

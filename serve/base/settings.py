@@ -109,10 +109,14 @@ class Settings:
     )
 
     acceptance_floor: float = _share(
-        0.2, "warn when fewer of the NextN layer's first drafts are accepted; 0: never"
+        0.2, "warn when fewer of the drafter's first drafts are accepted; 0: never"
     )
     acceptance_ceiling: float = _share(
         0.98, "warn when more of them are, as in text that repeats itself; 1: never"
+    )
+    strict_draft: bool = option(
+        False,
+        "end at the start if a draft_model's first drafts are accepted less often than acceptance_floor",
     )
     access_log: AccessLog | None = option(
         None,
@@ -155,16 +159,16 @@ class Settings:
 
     @property
     def model_name(self) -> str:
-        """The first of its names."""
+        """The first name of the model."""
         return self.names[0]
 
     def allows_origin(self, origin: str) -> bool:
-        """Whether pages of an origin, in small letters, may ask."""
+        """Whether web pages of this origin (in lower case) may send requests."""
         return "*" in self.allowed_origins or origin in map(str.lower, self.allowed_origins)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this computer can connect."""
+        """Whether the address admits only clients of this computer."""
         if self.host == "localhost":
             return True
         try:
@@ -174,7 +178,7 @@ class Settings:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """Host names to answer, without ports; empty: any."""
+        """Host names that requests may be for, without ports; empty: any host name."""
         if self.allowed_hosts:
             return frozenset(map(str.lower, self.allowed_hosts))
         own = f"[{self.host}]" if ":" in self.host else self.host

@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 _KEY = "streams"
 
 
-# Line ends to many clients, httpx among them; JSON has them in strings only, where they may be escaped.
+# Line ends for httpx and other clients; JSON has them in strings only, where they may be escaped.
 _LINE_ENDS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
 
@@ -30,7 +30,7 @@ def event(data: JsonMapping) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come; an exception becomes an error event, as the status has been sent by then."""
+    """Sends events as they come; an exception becomes an error event, as the HTTP status is already sent."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class EventStream(Response):
         error: Callable[[ApiError], bytes],
         done: bytes,
     ) -> None:
-        """error: an event that says it. done: the text that ends the stream."""
+        """error: makes the event of an error. done: the text that ends the stream."""
         self._events, self._error, self._done = events, error, done
         no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**no_buffers, **headers}, media_type="text/event-stream")
@@ -67,14 +67,14 @@ def streams_of(scope: Scope) -> list[Stream]:
 
 
 def abort_streams(scope: Scope) -> None:
-    """End streams that a request has queued, where nothing reads them any more."""
+    """Abort the streams that a request has queued and that no reader is left for."""
     for stream in streams_of(scope):
         stream.abort()
 
 
 @asynccontextmanager
 async def aborted_with_client(request: Request) -> AsyncIterator[None]:
-    """Aborts the streams that the request has queued once the client disconnects."""
+    """Abort the streams that the request has queued once the client disconnects."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""What the routes share."""
+"""State that all routes share."""
 
 import time
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mtp_jax import RequestError
 from serve.base.settings import Settings
 
-if TYPE_CHECKING:  # with jax, for which the ingress of a cluster has no use
+if TYPE_CHECKING:  # imports jax, which the ingress of a cluster does without
     from mtp_jax import AsyncLLM, Tokenizer
     from serve.watch.metrics import Metrics
 
@@ -27,7 +27,7 @@ class Server:
 
     @property
     def tokenizer(self) -> "Tokenizer":
-        """The model's. Raises RequestError if it has none."""
+        """The model's tokenizer. Raises RequestError if it has none."""
         tokenizer = self.allm.about.tokenizer
         if tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use /v1/completions with token ids")
@@ -35,12 +35,12 @@ class Server:
 
     @property
     def tool_format(self) -> str:
-        """What the model writes calls of tools in. Raises RequestError: it has no chat template."""
+        """The format of the model's calls of tools. Raises RequestError if it has no chat template."""
         name = self.settings.tool_parser
         return self.tokenizer.tool_format if name == "auto" else name
 
     def unready(self) -> str | None:
-        """Why requests should go elsewhere now; None if they need not."""
+        """The reason why a router should send requests elsewhere now; None if there is none."""
         if self.allm.error is not None:
             return "the engine has failed"
         if self.allm.draining:

@@ -1,1 +1,1 @@
-"""Bodies of requests: a class checks each body, and ``reading.py`` makes it of the request's bytes."""
+"""Bodies of requests: a class checks each body, and ``reading.py`` parses the request's bytes into it."""

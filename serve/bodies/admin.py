@@ -1,4 +1,4 @@
-"""Bodies of the routes that an admin key opens."""
+"""Bodies of the routes that need an admin key."""
 
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ class UpdateBody(Body):
     weight_version: Name | None = None
     probe: Annotated[list[Text | TokenIds], Field(max_length=64)] | None = None
     abort_all_requests: bool | None = None
-    # The one way in which weights are read, and the work that an update always does.
+    # Values that have no effect: there is one way to read weights, and an update always flushes the cache.
     load_format: Literal["auto", "safetensors"] | None = None
     flush_cache: Literal[True] | None = None
 
@@ -44,7 +44,7 @@ class ResumeBody(Body):
 
 
 class HiddenStatesBody(Body):
-    """/hidden_states. positions: of tokens, from 0 on, or from the end where negative; none: all."""
+    """/hidden_states. positions: positions of tokens, from the end where negative; none: all tokens."""
 
     model: Name | None = None
     input_ids: TokenIds

@@ -23,21 +23,21 @@ MAX_MESSAGES = 4096
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: Text
 
 
 class RefusalPart(Body):
-    """A piece of an answer in which a model of OpenAI declines."""
+    """A part of an answer in which a model of OpenAI declines."""
 
     type: Literal["refusal"]
     refusal: Text
 
     @property
     def text(self) -> str:
-        """Its text."""
+        """The text of the part."""
         return self.refusal
 
 
@@ -56,11 +56,10 @@ _Call = Annotated[
 
 
 class Message(Body):
-    """A turn of a conversation.
+    """A message of a conversation.
 
     Attributes:
-        prefix, partial: whether the model goes on with this message, the last one, as DeepSeek and Moonshot
-            say it.
+        prefix, partial: whether the model continues this message, the last (DeepSeek's and Moonshot's names).
     """
 
     without_effect: ClassVar = frozenset({"annotations", "refusal"})
@@ -76,7 +75,7 @@ class Message(Body):
     partial: bool | None = None
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Fields without effect, of the parts, too."""
+        """Fields without effect, of the message and its parts."""
         yield from super().unknown(prefix)
         for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
             yield from part.unknown(f"{prefix}content.{i}.")
@@ -97,7 +96,7 @@ class Message(Body):
 
     @property
     def continues(self) -> bool:
-        """Whether the model is to go on with it."""
+        """Whether the model continues this message."""
         return self.prefix is True or self.partial is True
 
     def for_template(self) -> JsonObject:
@@ -109,7 +108,7 @@ class Message(Body):
         extra = {} if reasoning is None else {"reasoning_content": reasoning}
         extra |= {} if self.name is None else {"name": self.name}
         extra |= {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
-        if self.tool_calls:  # some templates tell a message of calls by its missing text
+        if self.tool_calls:  # some templates recognise a message of calls by its missing text
             calls = [
                 c.for_template() if isinstance(c, CalledCustom) else c.model_dump() for c in self.tool_calls
             ]
@@ -119,13 +118,13 @@ class Message(Body):
 
 
 def paired(messages: Sequence[Message]) -> list[Message]:
-    """The messages, the results of tools right behind their calls and in the order of the calls.
+    """The messages, with each call's results right behind it, in the order of the calls.
 
-    Templates that print results without ids leave it to their places which call they belong to. Raises
-    ValueError for results and calls that do not go together.
+    In templates that print results without ids, the place alone shows the call of a result. Raises ValueError
+    for results and calls that do not go together.
     """
     turns: list[tuple[Message, dict[str, Message | None]]] = []
-    waiting: dict[str, dict[str, Message | None]] = {}  # by the newest call of an id, the results of its turn
+    waiting: dict[str, dict[str, Message | None]] = {}  # by newest call of an id: the results of its turn
     answered: set[str] = set()
     for message in messages:
         of = message.tool_call_id
@@ -167,7 +166,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Thinking(Body):
-    """Whether to think, and how much, as Anthropic's, DeepSeek's and GLM's APIs say it."""
+    """Field ``thinking`` of Anthropic's, DeepSeek's and GLM's APIs: whether to think, and how much."""
 
     without_effect: ClassVar = frozenset({"clear_thinking", "display"})
 
@@ -184,7 +183,7 @@ class TemplateOptions(Body):
 
 
 class Reasoning(Body):
-    """How much to think, as OpenAI's Responses API and OpenRouter say it."""
+    """Field ``reasoning`` of OpenAI's Responses API and of OpenRouter: how much to think."""
 
     without_effect: ClassVar = frozenset({"context", "generate_summary", "summary"})
 
@@ -194,7 +193,7 @@ class Reasoning(Body):
 
 
 class Switches(Body):
-    """Fields that say whether to think."""
+    """Fields that switch thinking on or off."""
 
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Effort | None = None
@@ -203,7 +202,7 @@ class Switches(Body):
     enable_thinking: bool | None = None
 
     def template_options(self) -> JsonObject:
-        """Variables for the chat template: an effort switches thinking, too, where nothing else does."""
+        """Variables for the chat template; an effort also switches thinking, where no other field does."""
         told = self.reasoning or Reasoning()
         effort = self.reasoning_effort or told.effort
         wanted = [
@@ -258,24 +257,24 @@ class Conversation(Switches):
 
     @property
     def continues(self) -> bool:
-        """Whether the model goes on with the last message, instead of beginning another."""
+        """Whether the model continues the last message instead of beginning a new one."""
         return self.continue_final_message is True or self.messages[-1].continues
 
     @property
     def characters(self) -> int:
-        """The length of the rendered conversation, about: a template renders this as JSON."""
+        """Approximate length of the rendered conversation: the length of its JSON."""
         told = self.model_dump_json(include={"messages", "tools"}, exclude_none=True)
         return len(told)
 
     @property
     def functions(self) -> list[ToolBody]:
-        """The tools that the model may be told of, as functions."""
+        """The tools that the prompt describes, as functions."""
         told = [tool.as_function if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]
         return [tool for tool in told if isinstance(tool, ToolBody)]
 
     @property
     def custom(self) -> frozenset[str]:
-        """Names of the tools that take a text instead of arguments."""
+        """Names of the tools that take a text instead of JSON arguments."""
         return frozenset(tool.custom.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
@@ -288,7 +287,7 @@ class Conversation(Switches):
 
     @property
     def choice(self) -> ToolChoice | None:
-        """Which function to call."""
+        """The choice of the function to call."""
         match self.tool_choice:
             case AllowedChoice() as some:
                 return some.allowed_tools.mode
@@ -298,7 +297,7 @@ class Conversation(Switches):
                 return other
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Fields without effect, of the messages, too, and the tools that are left out."""
+        """Fields without effect, also of messages, and tools that are left out."""
         yield from super().unknown(prefix)
         for i, message in enumerate(self.messages):
             yield from message.unknown(f"{prefix}messages.{i}.")

@@ -1,4 +1,4 @@
-"""Tools of other types than functions: a custom tool, which takes a text, is one of one string here."""
+"""Tools that are no functions: a custom tool, which takes a text, becomes a function of one string."""
 
 import json
 from collections.abc import Iterator
@@ -35,14 +35,14 @@ class _Custom(Body):
 
 
 class CustomTool(Body):
-    """A tool that takes a text. The model is told of the grammar that it may have; nothing enforces it."""
+    """A tool that takes a text. The prompt states its grammar, if any; the text is not held to it."""
 
     type: Literal["custom"]
     custom: _Custom
 
     @property
     def as_function(self) -> ToolBody:
-        """The function that the model is told of."""
+        """The function that the prompt describes."""
         texts, form = [self.custom.description or ""], self.custom.format
         if form and form.grammar:
             texts.append(f"The input fits this grammar ({form.grammar.syntax}):\n{form.grammar.definition}")
@@ -55,18 +55,18 @@ class CustomTool(Body):
         return ToolBody.model_validate({"type": "function", "function": function})
 
     def left_out(self, path: str) -> Iterator[str]:
-        """What of it has no effect: the grammar."""
+        """Fields of the tool without effect: the grammar."""
         if self.custom.format and self.custom.format.grammar:
             yield f"{path}.format.grammar"
 
 
 class OtherTool(Body):
-    """A tool that a server would have to run, such as ``web_search``: the model is not told of it."""
+    """A tool that a server would have to run, such as ``web_search``: the prompt leaves it out."""
 
     type: Name
 
     def left_out(self, path: str) -> Iterator[str]:
-        """What of it has no effect: all."""
+        """Fields of the tool without effect: the whole tool."""
         yield f"{path}.{self.type}"
 
 
@@ -77,7 +77,7 @@ def tool_kind(value: object) -> str | None:
 
 
 def tool_form(value: object) -> str:
-    """Which class a tool of a request is of."""
+    """The class for a tool of a request."""
     forms = {None: "a function", "function": "a function", "custom": "a custom tool"}
     return forms.get(tool_kind(value), "another tool")
 
@@ -98,7 +98,7 @@ class CustomChoice(Body):
 
     @property
     def as_function(self) -> NamedChoice:
-        """The choice of its function."""
+        """The choice of the custom tool's function."""
         return NamedChoice.model_validate({"type": "function", "function": {"name": self.custom.name}})
 
 
@@ -116,7 +116,7 @@ class _Allowed(Body):
 
 
 class AllowedChoice(Body):
-    """Some of the tools, which alone may or must be called; the model is told of all."""
+    """Some of the tools, which alone may or must be called; the prompt describes all tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: _Allowed
@@ -155,7 +155,7 @@ class CalledCustom(Body):
     custom: _CalledText
 
     def for_template(self) -> JsonObject:
-        """The call of its function."""
+        """The call of the custom tool's function."""
         arguments = json.dumps({"input": self.custom.input}, ensure_ascii=False)
         function = {"name": self.custom.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}

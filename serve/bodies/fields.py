@@ -19,22 +19,22 @@ MOST_SCORES = 2**22
 Text = Annotated[str, Field(max_length=4 * 2**20)]
 Name = Annotated[str, Field(max_length=MAX_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-# Lists fail fast: a body of wrong items would make millions of errors, of which one is reported.
+# Lists fail at their first wrong item: a body could make millions of errors, of which one is reported.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-# Python's int() takes more: " 1", "1_0", "01".
+# Stricter than Python's int(), which takes " 1", "1_0" and "01".
 _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 Ids = Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_IDS)]
 
 
 def bounds(name: str) -> FieldInfo:
-    """The range of a field that is as ``SamplingParams`` has it."""
+    """The range that a field has in ``SamplingParams``."""
     about = declared(SamplingParams)[name]
     return Field(ge=about.low, le=about.high)
 
 
 def form(value: object) -> str:
-    """The form of a field that has several, so that errors are about the form that was meant."""
+    """Choose one of a field's forms by its value, so that errors are about the form that was meant."""
     return "a list" if isinstance(value, list) else "a string"
 
 
@@ -54,7 +54,7 @@ def _prompt_form(value: object) -> str | None:
 
 
 def _forms(tell: Callable[[object], str | None], expected: str) -> Discriminator:
-    """The form that ``tell`` names; the error where it names none."""
+    """The form that ``tell`` names; an error where it names none."""
     return Discriminator(tell, custom_error_type="form", custom_error_message=f"Input should be {expected}")
 
 
@@ -62,7 +62,7 @@ NOT_TEXT = "is not text; this server takes no images, audio or files"
 
 
 def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -> Discriminator:
-    """Tells the class of an object by its ``type``.
+    """Choose the class of an object by its ``type``.
 
     tags: the tag of each type. expected: the error for any other type. of_text: the tag of a string.
     """
@@ -77,7 +77,7 @@ def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -
 
 
 def _few(value: object) -> object:
-    """Objects cannot fail fast: their size is looked at first."""
+    """Check the number of members first, as objects do not fail at their first wrong member."""
     if isinstance(value, dict) and len(value) > _MOST_IDS:
         raise ValueError(f"at most {_MOST_IDS} tokens are allowed, got {len(value)}")
     return value
@@ -104,10 +104,10 @@ Prompts = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object; unknown fields are kept, to be warned of.
+    """A JSON object; unknown fields are kept for a warning.
 
     Attributes:
-        without_effect: fields that clients send, and that change nothing of an answer here; no warning.
+        without_effect: fields that clients send and that do not change an answer here; they cause no warning.
     """
 
     without_effect: ClassVar[frozenset[str]] = frozenset()
@@ -115,7 +115,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Paths of the fields that mean nothing here and are not null."""
+        """Paths of unknown fields that are not null."""
         known = {"cache_control", *self.without_effect}  # every prefix is cached
         extra = (self.model_extra or {}).items()
         yield from (prefix + name for name, value in extra if value is not None and name not in known)
@@ -135,8 +135,8 @@ class StreamOptions(Body):
 class Speculative(Body):
     """enabled: whether to draft. max_tokens: most drafts per step.
 
-    suffix: whether drafts may come from a suffix match; None: unless the request samples.
-    metrics: counts to report of it at the end.
+    suffix: whether drafts may come from a suffix match; None: unless the request samples. metrics: the
+    results of drafting to report at the end.
     """
 
     enabled: bool | None = None
@@ -146,7 +146,7 @@ class Speculative(Body):
 
 
 class JsonSchema(Body):
-    """The schema of a response format. ``strict`` is how this server always follows it."""
+    """The schema of a response format. The server always follows it strictly, whatever ``strict`` says."""
 
     name: Name | None = None
     description: str | None = None
@@ -168,7 +168,7 @@ class ResponseFormat(Body):
 
 
 class Structured(Body):
-    """vLLM's ``structured_outputs``: exactly one of these."""
+    """vLLM's ``structured_outputs``: exactly one of these fields."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Text | None = None

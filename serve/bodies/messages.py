@@ -13,8 +13,8 @@ from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, bounds, form
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName
 
-# Claude Code begins its system message with a line for Anthropic's accounts, another one in each request: no
-# request would begin as the one before it.
+# Claude Code begins its system message with a line for Anthropic's accounts that differs in each request, so
+# that no request would share a prefix with the request before.
 _BILLING = "x-anthropic-billing-header:"
 
 
@@ -49,15 +49,15 @@ class _DocumentBlock(Body):
 
 
 class _LeftOut(Body):
-    """A block that only the server that made it can read, or a tool's work that it ran itself."""
+    """A block that only Anthropic's server can read, or the work of a tool that it ran itself."""
 
     type: Name
 
 
 def _written(value: object) -> str | None:
-    """Which class a block is of that may stand anywhere; None: of none."""
+    """The tag of a block that may stand in any message; None for another block."""
     kind = tool_kind(value)
-    if kind == "document":  # other sources are files
+    if kind == "document":  # other sources are ids of files
         source = value.get("source") if isinstance(value, dict) else None
         return "a document" if source is None or tool_kind(source) == "text" else None
     return {"text": "a text", "search_result": "a result", "tool_reference": "another block"}.get(kind or "")
@@ -125,7 +125,7 @@ class _Message(Body):
     ]
 
     def turns(self) -> Iterator[JsonObject]:
-        """The chat route's messages for it: results of tools are messages of their own, before other text."""
+        """The chat route's messages for this message: results of tools become messages before other text."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -146,7 +146,7 @@ class _Message(Body):
             yield {"role": self.role, "content": text, **more}
 
     def left_out(self) -> Iterator[str]:
-        """Parts of it that the model is not told."""
+        """Parts that the prompt leaves out."""
         for i, block in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(block, _LeftOut):
                 yield f"content.{i}.{block.type}"
@@ -203,7 +203,7 @@ class CountBody(Body):
     output_format: _Format | None = None
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Tools and blocks that are left out, too."""
+        """Fields without effect, also the tools and blocks that are left out."""
         yield from super().unknown(prefix)
         for i, tool in enumerate(self.tools or ()):
             yield from tool.left_out(f"{prefix}tools.{i}") if isinstance(tool, OtherTool) else ()

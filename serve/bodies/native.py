@@ -13,7 +13,7 @@ _DEFAULT_MAX_TOKENS = 128
 
 
 class NativeSampling(Sampling):
-    """SGLang's names where they differ from OpenAI's."""
+    """Sampling options under SGLang's names, where they differ from OpenAI's."""
 
     max_new_tokens: Annotated[int, bounds("max_tokens")] | None = None
     min_new_tokens: Annotated[int, bounds("min_tokens")] | None = None
@@ -59,11 +59,11 @@ class GenerateBody(Body):
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether tokens of the prompt are scored: SGLang does from ``logprob_start_len`` on, -1 for none."""
+        """Whether to score tokens of the prompt: as in SGLang from ``logprob_start_len`` on, none for -1."""
         return self.return_logprob is True and self.logprob_start_len not in (None, -1)
 
     def params(self, defaults: JsonMapping) -> SamplingParams:
-        """The engine's parameters; ``defaults``: the model's, for fields not named. Raises RequestError."""
+        """The engine's parameters; ``defaults``: values for fields not given. Raises RequestError."""
         p = self.sampling_params or NativeSampling()
         structured = None
         if p.json_schema is not None or p.regex is not None:

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a checked body."""
+"""Bytes of a request to a checked body."""
 
 import asyncio
 import logging
@@ -19,17 +19,17 @@ _Body = TypeVar("_Body", bound=Body)
 _LOG = logging.getLogger(__name__)
 _MOST_NAMED = 10
 _LONGEST_NAME = 64
-_CLOSE = 0.8  # ratio of difflib from which on a field is taken for another one, misspelt
+_CLOSE = 0.8  # ratio of difflib from which on an unknown field counts as a misspelt one
 # Each takes 4 to 8 us to check, on the event loop, where other requests wait meanwhile: 0.1 s at most.
 MAX_OBJECTS = 12_000
 _OBJECTS = "messages, parts, calls, tools or fields"
-_FIELDS = 16  # as many unknown fields take as long as one object
+_FIELDS = 16  # number of unknown fields that take as long as one object
 
 
 async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Body:
-    """The body as the first of ``kinds`` whose required fields are all there, else as the last.
+    """Parse the body as the first of ``kinds`` whose required fields are all there, else as the last.
 
-    ``request.state.model`` is the name that the answer has for the model then.
+    Sets ``request.state.model`` to the name of the model for the answer.
 
     Unknown fields are an error if the server is strict; else ``warning`` names them in the response.
 
@@ -75,20 +75,20 @@ async def received(settings: Settings, request: Request) -> bytes:
             return await request.body()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
-    except ClientDisconnect:  # no client reads this; it is for the log and the metrics
+    except ClientDisconnect:  # this answer is for the log and the metrics alone
         raise ApiError(499, "the client disconnected before its body had arrived") from None
 
 
 def ignore(request: Request, name: str) -> None:
-    """Say, in the log and by ``warning``, that something which a request asks for has no effect."""
+    """Report, in the log and by ``warning``, that a part of a request has no effect."""
     request.state.unknown.append(name)
     _tell(name)
 
 
 def _objects(value: JsonObject) -> int:
-    """The number of objects in lists, in lists of lists and so on, up to ``MAX_OBJECTS`` and some.
+    """The number of objects in nested lists; counting stops soon after ``MAX_OBJECTS``.
 
-    A list of anything else, or one that is mixed, is refused at its first wrong item.
+    Lists of other or mixed items need no count: they are refused at their first wrong item.
     """
     found, inner = len(value) // _FIELDS, [value]
     while inner and found <= MAX_OBJECTS:

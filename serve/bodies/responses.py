@@ -47,7 +47,7 @@ class _CallItem(Body):
 
     @property
     def call(self) -> JsonObject:
-        """The call as a message of the chat route has it."""
+        """The call in the form of the chat route's messages."""
         return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -96,7 +96,7 @@ class _ReasoningItem(Body):
 
 
 class _LeftOutItem(Body):
-    """An item that only OpenAI's servers can read, or a tool's work that they ran."""
+    """An item that only OpenAI's servers can read, or the work of a tool that they ran."""
 
     type: str
 
@@ -199,7 +199,7 @@ class _CustomTool(Body):
         return {"type": "custom", "custom": about}
 
     def left_out(self, path: str) -> Iterator[str]:
-        """Parts of it without effect: the grammar."""
+        """Parts of the tool without effect: the grammar."""
         if self.format and self.format.type == "grammar":
             yield f"{path}.format"
 
@@ -224,10 +224,10 @@ class _Allowed(Body):
 
 
 def _picked(choice: "_Named | _Allowed") -> JsonObject:
-    """A choice as the chat route has it."""
+    """The choice of a tool in the form of the chat route."""
     if isinstance(choice, _Named):
         return {"type": choice.type, choice.type: {"name": choice.name}}
-    # A tool that a server would have to run is none that may be called.
+    # A tool that a server would have to run cannot be called here.
     kinds = ("function", "custom")
     tools = [{"type": k, k: {"name": t.get("name")}} for t in choice.tools if (k := t.get("type")) in kinds]
     return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": tools}}
@@ -277,14 +277,14 @@ class ResponsesBody(CallBody, Switches):
     include: list[str] | None = None
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
-        """Tools and items that are left out, too, and log-probabilities."""
+        """Fields without effect, also tools and items that are left out, and log-probabilities."""
         yield from super().unknown(prefix)
         for i, tool in enumerate(self.tools or ()):
             yield from () if isinstance(tool, _Tool) else tool.left_out(f"{prefix}tools.{i}")
         for i, item in enumerate(self.input):
             if isinstance(item, _LeftOutItem):
                 yield f"{prefix}input.{i}.{item.type}"
-        # Other values are of tools that nothing runs here, or have no effect on the answer.
+        # Other values concern tools that this server does not run, or have no effect on the answer.
         yield from (f"{prefix}include.{name}" for name in self.include or () if name.endswith(".logprobs"))
 
     @model_validator(mode="after")
@@ -302,7 +302,7 @@ class ResponsesBody(CallBody, Switches):
         return self
 
     def conversation(self) -> ChatBody:
-        """The chat route's body for it. Raises ValidationError."""
+        """Convert the request to a body of the chat route. Raises ValidationError."""
         value = self.model_dump(exclude_none=True, by_alias=True, include=set(ChatBody.model_fields))
         value["messages"] = self._messages()
         value["max_tokens"] = self.max_output_tokens
@@ -343,7 +343,7 @@ _OfAnswer = _MessageItem | _CallItem | _CustomCallItem | _OwnCallItem | _Reasoni
 
 
 def _add(turn: JsonObject, item: _OfAnswer) -> None:
-    """One more item of an assistant's turn."""
+    """Add an item to an assistant's turn."""
     if isinstance(item, _MessageItem):
         turn["content"] += _text(item.content)
     elif isinstance(item, _ReasoningItem):

@@ -44,14 +44,14 @@ _OFFICIAL = frozenset(
 
 
 def _also(name: str, *others: str) -> FieldInfo:
-    """The names that a field has, with other servers, too; errors and /openapi.json say the first."""
+    """The names of a field, with names of other servers; errors and /openapi.json have the first name."""
     return Field(validation_alias=AliasChoices(name, *others))
 
 
 class Sampling(Body):
     """Fields of sampling, on every route. Names, ranges and defaults are OpenAI's; further fields are vLLM's.
 
-    Bounds are equal to ``SamplingParams``' but where OpenAI's are narrower.
+    Bounds are those of ``SamplingParams``, except where OpenAI's are narrower.
     """
 
     without_effect: ClassVar = _OFFICIAL
@@ -96,7 +96,7 @@ class Sampling(Body):
         *,
         defaults: JsonMapping,
     ) -> SamplingParams:
-        """The engine's parameters; ``defaults``: the model's, for fields not named. Raises RequestError."""
+        """The engine's parameters; ``defaults``: values for fields not given. Raises RequestError."""
         same = (
             "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
             "allowed_token_ids", "bad_words", "max_thinking_tokens",
@@ -157,7 +157,7 @@ _FOREIGN = {
     "modalities": "leave it out: answers are text",
     "audio": "leave it out: answers are text",
 }
-# Their values that change nothing; other fields have null, false and nothing at all.
+# Values of such fields that change nothing; for other fields these are null, false and empty.
 _NEUTRAL = {"length_penalty": 1, "modalities": ["text"]}
 
 
@@ -223,7 +223,7 @@ class CompletionBody(CallBody):
             raise ValueError("return_token_origins: not allowed with echo; leave one of them out")
         most = self.logprobs if self.echo else self.prompt_logprobs
         if most is not None:
-            # A character is a token at most, or nearly.
+            # A text has hardly more tokens than characters.
             scores = sum(map(len, self.prompts)) * (self.n or 1) * (most + 1)
             if scores > MOST_SCORES:
                 field = "logprobs: with echo" if self.echo else "prompt_logprobs:"
@@ -235,7 +235,7 @@ class CompletionBody(CallBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or more."""
+        """The prompts of the request, one or more."""
         p = self.prompt
         if isinstance(p, str):
             return [p]

@@ -1,4 +1,4 @@
-"""Tools of a conversation, as requests say them."""
+"""Tools of a conversation, in the fields of requests."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -9,12 +9,12 @@ from mtp_jax import JsonObject, Tool, ToolUse
 from serve.bodies.fields import Body, Text
 
 MOST_TOOLS = 256
-# Names of OpenAI's API, and the dots of namespaces.
+# Names as OpenAI's API allows them, and dots for namespaces.
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
-    """What a tool is called, and its arguments."""
+    """The name of a tool, and its arguments."""
 
     name: FunctionName
     description: Text | None = None
@@ -80,7 +80,7 @@ class CalledTool(Body):
 def use_of(
     form: str, tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
-    """What these fields of a request ask of its output; None where no tool may be called.
+    """The use of tools that a request allows its output; None where no tool may be called.
 
     Raises RequestError for tools and choices that do not go together.
     """

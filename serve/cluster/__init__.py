@@ -6,5 +6,5 @@ spec.py       data for a process           engine.py     the engine that it make
 gang.py       one engine on several hosts   replicas.py   the deployments
 batches.py    the actor for `map_batches`
 
-Only `start`, `router`, `gang` and `replicas` import Ray; it is the extra ``ray``.
+Only `start`, `router`, `gang` and `replicas` import Ray, which the extra ``ray`` installs.
 """

@@ -21,14 +21,13 @@ class BatchEngine:
     Takes columns ``body``, the JSON text of a request to the server, and, if there is one, ``url``, else
     /v1/completions. Gives them back, and all other columns, with these beside them:
 
-    ``status``       of HTTP: 200, or another for a request that is refused; nothing in a row ends the job.
-    ``answer``       the JSON text of the server's answer, or of its error object.
-    ``request_id``   the server's.
-    ``warning``      of fields that were ignored; or empty.
+    ``status``       the HTTP status: 200, or another for a refused request; no row ends the job. ``answer``
+    the JSON text of the server's answer, or of its error object. ``request_id``   the server's. ``warning``
+    names the fields that were ignored; or empty.
 
     If its process or host is lost, Ray makes a new one and computes the batch again. So a row may be computed
-    more than once (with a seed or at temperature 0 to the same text), and comes out once. Where the engine
-    itself fails, the job does, with EngineStopped: it would fail again.
+    more than once (with a seed or at temperature 0 to the same text), and comes out once. If the engine
+    fails, the job fails with EngineStopped, as another engine would fail again.
 
         requests.map_batches(BatchEngine, fn_constructor_kwargs={"model": "/srv/model", "max_num_seqs": 32},
                              batch_size=256, compute=ActorPoolStrategy(size=4), num_gpus=1)

@@ -33,25 +33,26 @@ class Served:
     """A running engine and the application in front of it; it ends the process if the engine fails."""
 
     def __init__(self, allm: AsyncLLM, app: ASGIApp) -> None:
-        """Use ``start``."""
+        """Call ``start`` instead."""
         self.allm, self.app = allm, app
         self._beside: list[asyncio.Task[None]] = []
 
     @classmethod
     async def start(cls, spec: EngineSpec, group: Group | None = None) -> "Served":
-        """Load, compile, serve; in the event loop that will be asked. Raises ConfigError, CheckpointError."""
+        """Load, compile and serve, in the event loop that answers. Raises ConfigError, CheckpointError."""
         set_up(False, spec.settings.access_log)
         llm = LLM(spec.model, group=group, **llm_options(spec.options))
         allm = AsyncLLM(llm, spec.max_queued_requests, spec.max_queued_tokens)
         alarm = AcceptanceAlarm(spec.settings.acceptance_floor, spec.settings.acceptance_ceiling)
         served = cls(allm, make_app(allm, spec.settings, alarm))
         await allm.start()
+        await alarm.check(allm, spec.settings.strict_draft)
         Watchdog(allm, spec.settings.step_seconds).__enter__()  # for as long as the process lives
         served._beside = [asyncio.create_task(job) for job in (served._end(), log_stats(allm, alarm))]
         return served
 
     async def _end(self) -> None:
-        """The supervisor of this process makes a new one."""
+        """End the process, for which its supervisor starts a new one."""
         await self.allm.failed()
         await asyncio.sleep(_LAST_ANSWERS_SECONDS)
         os._exit(_LOST_STATUS)

@@ -1,4 +1,4 @@
-"""Checks of the ingress before a replica gets a request: its sender, its size, its beginning."""
+"""Checks of a request at the ingress, before a replica gets it: its sender, its size, its beginning."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +12,7 @@ from serve.http.in_process import Call
 
 
 class Front:
-    """Checks a request by the server's rules where it arrives. A replica checks it again."""
+    """Checks a request by the server's rules on arrival. The replica checks it again."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._access = settings, Access(settings)
@@ -41,7 +41,7 @@ class Front:
         return response
 
     def _asks_leave(self, method: str, headers: Headers) -> bool:
-        """Whether a browser asks, without key and body, for the rights of a page of another origin."""
+        """Whether a request is a browser's preflight (CORS), which has neither key nor body."""
         asks = (
             method == "OPTIONS" and headers.get(b"origin") and headers.get(b"access-control-request-method")
         )

@@ -38,7 +38,7 @@ class Gang:
     """The engine's processes, of which this one is rank 0.
 
     Attributes:
-        group: to make the ``LLM`` with.
+        group: the group of processes, an argument of ``LLM``.
     """
 
     def __init__(self, spec: EngineSpec, reserves: Mapping[str, float]) -> None:
@@ -52,7 +52,7 @@ class Gang:
             return Hosts(spec.hosts, rank, f"{host}:{port}", log_port)
 
         actor: Any = ray.remote(Follower)
-        self._actors, self._work = [], []  # an actor lives as long as somebody has its handle
+        self._actors, self._work = [], []  # an actor lives while there is a handle of it
         for rank in range(1, spec.hosts):
             bundle = PlacementGroupSchedulingStrategy(get_current_placement_group(), rank)
             # A rank that was started again could not join a running group.

@@ -76,7 +76,7 @@ class RayOptions:
 
     @property
     def most(self) -> int:
-        """Engines at most."""
+        """Most engines."""
         return self.max_replicas or self.min_replicas
 
     @property

@@ -1,7 +1,7 @@
-"""Which replica a prompt goes to: the one that got its longest known beginning, unless that one is too busy.
+"""The choice of a prompt's replica: the replica that got its longest known beginning, unless it is too busy.
 
 A replica keeps the cache pages of past prompts; a prompt with the same beginning is read from there on. The
-replica's pages are not asked for: its last prompts are a good guess, and a wrong guess costs time alone.
+replica's pages are guessed from its last prompts; a wrong guess costs time alone.
 """
 
 import json
@@ -36,8 +36,8 @@ _Replica = TypeVar("_Replica")
 def digests(body: bytes) -> tuple[bytes, ...]:
     """A digest per beginning of the prompt in a request's body, each 256 characters longer than the last.
 
-    Empty for a body without a prompt, or with a short one. Only the beginning of a long body is looked at:
-    the thread that does so hands on all requests.
+    Empty for a body without a prompt, or with a short one. Only the beginning of a long body is read, because
+    one thread hands on all requests.
     """
     try:
         fields = from_json(body[:_MOST_READ], allow_partial="trailing-strings") if body else {}
@@ -59,23 +59,23 @@ def _text(value: object) -> str:
 
 
 class Prefixes(Generic[_Replica]):
-    """Places that beginnings of prompts went to, and requests under way. One thread's."""
+    """The replicas that beginnings of prompts went to, and requests under way. One thread owns it."""
 
     def __init__(self, slack: int, remembered: int = _REMEMBERED) -> None:
-        """slack: by how many requests the replica that knows a prompt may be ahead of the least busy one.
+        """slack: number of requests that the replica of a prefix may have more than the least busy replica.
 
         remembered: digests that are kept, the least recently used being forgotten first.
         """
         self._slack, self._remembered = slack, remembered
         self._where: OrderedDict[bytes, _Replica] = OrderedDict()
-        self._at: dict[str, _Replica] = {}  # requests under way, by name
+        self._at: dict[str, _Replica] = {}  # replica of each request under way, by the request's name
         self._load: Counter[_Replica] = Counter()
         self._turn, self._turns = 0, dict[_Replica, int]()
 
     def rank(self, name: str, prefixes: Sequence[bytes], replicas: Iterable[_Replica]) -> list[_Replica]:
-        """The replicas of a request, best first; the first is taken to get it until ``sent`` says otherwise.
+        """The replicas for a request, the best first; the request counts as the first's until ``sent``.
 
-        name: the request's, until ``ended``. Among equally busy replicas the first is the one whose last
+        name: name of the request until ``ended``. Among equally busy replicas the first is the one whose last
         request is the longest ago.
         """
         self.ended(name)
@@ -92,7 +92,7 @@ class Prefixes(Generic[_Replica]):
         return order
 
     def sent(self, name: str, prefixes: Sequence[bytes], replica: _Replica) -> None:
-        """This replica has the request now."""
+        """Record the replica that has got the request."""
         if self._at.get(name) == replica:
             return
         self.ended(name)
@@ -107,7 +107,7 @@ class Prefixes(Generic[_Replica]):
             self._where.popitem(last=False)
 
     def ended(self, name: str) -> None:
-        """The request is over, or will never be sent."""
+        """Record that the request has ended, or will never be sent."""
         replica = self._at.pop(name, None)
         if replica is not None:
             self._load[replica] -= 1

@@ -2,8 +2,8 @@
 
     client -> Serve's proxy -> Ingress -> PrefixRouter -> a replica: the application of serve/http/app.py
 
-Until an answer's first bytes have come, nothing has been sent to the client: a request whose replica is lost
-is given to another. An answer that has begun ends as an error.
+Before an answer's first bytes no byte has been sent to the client, so a request whose replica is lost goes to
+another replica. An answer that has begun ends as an error.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from serve.http.in_process import Call, Head, stream
 _LOG = logging.getLogger(__name__)
 _HEALTH_PERIOD_SECONDS = 2
 _HEALTH_SECONDS = 30
-_MOST_STARTS = 3  # of a replica, before the application counts as failed
+_MOST_STARTS = 3  # starts of a replica before the application counts as failed
 _AGAIN_SECONDS = 0.25
 _MOST_SECONDS_LOST = 60.0
 _LEAVING_SECONDS = 5
@@ -45,7 +45,7 @@ class Replica:
 
     async def __init__(self, spec: EngineSpec, reserves: Mapping[str, float]) -> None:
         """reserves: resources of each host of the engine."""
-        from serve.cluster.engine import Served  # needs jax, for which the ingress has no use
+        from serve.cluster.engine import Served  # imports jax, which the ingress does without
 
         self._gang = None
         if spec.hosts > 1:
@@ -62,7 +62,7 @@ class Replica:
             self._gang.check()
 
     async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
-        """The head of the answer with its first bytes behind it, then the rest as it comes.
+        """Yield the head of the answer with its first bytes, then further bytes as they come.
 
         Raises EngineStopped where the engine was lost before the first.
         """
@@ -87,12 +87,12 @@ class Ingress:
     """Hands requests on to replicas."""
 
     def __init__(self, replicas: DeploymentHandle, settings: Settings) -> None:
-        """replicas: of ``Replica``."""
+        """replicas: handle of the deployment of ``Replica``."""
         self._replicas = replicas.options(stream=True, method_name="answer")
         self._front = Front(settings)
 
     async def __call__(self, request: Request) -> Response:
-        """One request."""
+        """Answer a request."""
         try:
             head, first, rest = await self._begin(await self._front.call(request))
         except ApiError as error:
@@ -123,7 +123,7 @@ class Ingress:
 
 
 async def _joined(head: Head, first: bytes, rest: Any) -> AsyncGenerator[bytes, None]:
-    """The body. It ends with an exception if its replica is lost, so that nobody takes it for a whole one."""
+    """The body. It ends with an exception if its replica is lost, so that no client takes it as complete."""
     yield first
     try:
         async for part in rest:
@@ -133,7 +133,7 @@ async def _joined(head: Head, first: bytes, rest: Any) -> AsyncGenerator[bytes, 
             yield event(ApiError(503, "the engine was lost", code="unavailable").body)
         raise
     finally:
-        rest.cancel()  # of a client that has gone; nothing where it is over
+        rest.cancel()  # the client may have gone; no effect after the end
 
 
 def application(spec: EngineSpec, options: RayOptions, reserves: Mapping[str, float]) -> object:

@@ -16,7 +16,7 @@ from serve.http.in_process import Call
 
 
 class PrefixRouter(RequestRouter):
-    """Sends each ``Call`` where ``Prefixes`` says; if that replica takes nothing more, to the next best."""
+    """Sends each ``Call`` to the replica that ``Prefixes`` ranks first, or to the next that has room."""
 
     def initialize_state(self, slack: int, by_prefix: bool) -> None:
         """Arguments of `request_router_kwargs`: those of ``Prefixes``, and whether prompts matter at all."""
@@ -25,11 +25,11 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One rank per replica, best first."""
+        """Return the replicas as ranks of one replica each, the best first."""
         if pending_request is None:
             return [[replica] for replica in candidate_replicas]
         name, by_id = _name(pending_request), {r.replica_id: r for r in candidate_replicas}
-        # Nothing else tells of a request that is cancelled before it is sent.
+        # There is no other sign of a request that is cancelled before it is sent.
         pending_request.future.add_done_callback(
             lambda future: self._prefixes.ended(name) if future.cancelled() else None
         )
@@ -38,11 +38,11 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """A replica has accepted a request."""
+        """Record that a replica has accepted a request."""
         self._prefixes.sent(_name(pending_request), self._of(pending_request), replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request has ended, by success or failure."""
+        """Record that a request has ended, by success or failure."""
         self._prefixes.ended(internal_request_id)
 
     def _of(self, request: PendingRequest) -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""The Ray cluster: one that is there, or one that this process starts, which asks for a token.
+"""The Ray cluster: a running cluster, or a cluster that this process starts and protects by a token.
 
 A client that reaches a port of a cluster without a token runs code on it, and a cluster listens on the host's
 own address. A running cluster is used with its own settings and the environment's.
@@ -25,9 +25,9 @@ def require_ray() -> None:
 
 
 def protect() -> None:
-    """Have clusters that are started from here ask for a token, and send no statistics of usage.
+    """Make clusters that this process starts require a token, and send no statistics of usage.
 
-    Sets variables of the environment that the user has not set. Before Ray is imported, which reads it once.
+    Sets variables of the environment that the user has not set. Call it before Ray is imported.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(_MODE, "token")
@@ -38,7 +38,7 @@ def protect() -> None:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[bool]:
-    """Join a cluster, or start one here that ends with the context. Yields whether it was started.
+    """Join a cluster, or start a cluster that ends with the context. Yields whether it was started.
 
     address: the cluster's; None: RAY_ADDRESS, or a new one. Raises ConfigError.
     """
@@ -47,7 +47,7 @@ def cluster(address: str | None) -> Iterator[bool]:
     more: JsonObject = {}
     if address is None:
         protect()
-        more = {"include_dashboard": False}  # it would take code to run from any holder of the token
+        more = {"include_dashboard": False}  # it would run code for any holder of the token
     import ray  # pyright: ignore[reportMissingImports]
 
     try:

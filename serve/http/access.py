@@ -12,14 +12,14 @@ from serve.base.settings import Settings
 from serve.routes.admin import PATHS as ADMIN_PATHS
 from serve.routes.page import PATHS as PAGE_PATHS
 
-# Paths of probes, which have no key.
+# Paths of probes, which send no key.
 OPEN_PATHS = ("/health", "/ping", "/ready")
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MOST_HEADER_BYTES = 16 * 1024
 
 
 class Headers:
-    """The first value of every header, and the bytes of all."""
+    """The first value of every header, and the total bytes of headers."""
 
     def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         self._values = {name.lower(): value for name, value in reversed(pairs)}
@@ -45,7 +45,7 @@ class Access:
         self._hosts = settings.hosts
 
     def refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
-        """Why a request reaches no route, by its head; None if it may."""
+        """The error that refuses a request by its head; None if it is allowed."""
         reads = method in ("GET", "HEAD")
         if path in OPEN_PATHS and reads:
             return None
@@ -81,7 +81,7 @@ class Access:
 
 
 def bounded(receive: Receive, settings: Settings) -> Receive:
-    """Counts the body as it comes: its length may be unknown, or a lie."""
+    """Limit the body by counting its bytes as they come: its stated length may be missing or false."""
     got = 0
 
     async def counted() -> Message:

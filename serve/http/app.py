@@ -59,7 +59,7 @@ _POST: dict[str, _Handler] = {
 def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None = None) -> ASGIApp:
     """The application in front of an engine, which the caller starts and closes.
 
-    alarm: what ``/metrics`` shows as the acceptance alarm; None: it shows that there is none.
+    alarm: the acceptance alarm, which ``/metrics`` shows; None: there is none.
     """
     alarm = alarm or AcceptanceAlarm(floor=0, ceiling=1)
     server = Server(allm, settings, Metrics(allm, settings.model_name, alarm))
@@ -79,7 +79,7 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
         controlled = _marked(controlled)
     if not settings.allowed_origins:
         return controlled
-    # Around the access control, as a browser asks for permission without a key.
+    # CORS comes before the access control, as a browser's preflight has no key.
     return CORSMiddleware(
         controlled,
         allow_origins=[origin.lower() for origin in settings.allowed_origins],
@@ -90,7 +90,7 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
 
 
 def _marked(app: ASGIApp) -> ASGIApp:
-    """The same with a header that says that no model answered."""
+    """The application with a header in each answer that marks it as simulated."""
 
     async def marked(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_marked(message: Message) -> None:

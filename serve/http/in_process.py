@@ -1,4 +1,4 @@
-"""Requests to the ASGI application in this process: of batches, and of replicas behind a router."""
+"""Requests to the ASGI application from within its process: from batches, and from a router's replicas."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Head:
-    """How an answer begins."""
+    """The head of an answer."""
 
     status: int
     headers: Headers
@@ -50,7 +50,7 @@ class Answer:
 
 
 async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]:
-    """The answer's head, then pieces of its body as they come. To end the iteration is to disconnect."""
+    """The answer's head, then pieces of its body as they come. Ending the iteration disconnects."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -85,9 +85,7 @@ async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]
             complete = not message.get("more_body", False)
             if body := message.get("body"):
                 yield body
-        if (
-            not complete
-        ):  # else it is the error that Starlette raises again, for servers to log, after it has answered 500
+        if not complete:  # else Starlette has answered 500, and raises the error again for servers to log
             answering.result()
     finally:
         gone.set()

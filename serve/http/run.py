@@ -1,4 +1,4 @@
-"""From settings to a listening process: the socket, signals, the engine's end."""
+"""The process of a server: its socket, signals, and the engine's end."""
 
 import asyncio
 import errno
@@ -35,16 +35,16 @@ _TLS_HANDSHAKE = b"\x16\x03"  # a record of that type, and the major version of 
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Take the port before anything slow happens. Raises ConfigError if it cannot be had.
+    """Take the port, before any slow work. Raises ConfigError if the port is not free.
 
     Nobody can connect yet.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        try:  # two sockets that may share the port could both have it until one of them listens
+        try:  # two sockets that may share a port can both bind it, until one of them listens
             listener.bind((settings.host, settings.port))
-        except OSError:  # but connections of a server that has just ended hold it for a minute
+        except OSError:  # the port is held for a minute by connections of a server that has just ended
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((settings.host, settings.port))
     except OSError as error:
@@ -82,7 +82,7 @@ def serve(
     server.run([listener])
     status = 0 if allm.error is None and server.started else 1
     if allm.warming:
-        os._exit(status)  # rather than wait for programs that will not run
+        os._exit(status)  # without waiting for programs that will not run
     return status
 
 
@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
         self._asked = asyncio.Event()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until the end."""
+        """Serve until the end."""
         self._loop = asyncio.get_running_loop()
         jobs = (self._end(), self._keep_programs(), log_stats(self._allm, self._alarm))
         beside = [asyncio.create_task(job) for job in jobs]
@@ -135,13 +135,14 @@ class Server(uvicorn.Server):
                 await self._allm.close()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until the engine is warm and the port open. Raises what keeps the engine from it."""
+        """Start the engine and open the port. Raises the error of an engine that does not start."""
         await self._allm.start(self._reporter)
+        await self._alarm.check(self._allm, self._settings.strict_draft)
         for listener in sockets or ():
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.listen(self.config.backlog)
-            except OSError as error:  # of which uvicorn would say nothing
+            except OSError as error:  # which uvicorn would not report
                 raise _no_port(self._settings, error) from error
         await super().startup(sockets)
         if self.started:
@@ -151,17 +152,17 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler."""
         if self._asked.is_set() or not self.started:
-            os._exit(128 + sig)  # compiling, or an answer that goes on, would hold up any other way
+            os._exit(128 + sig)  # any other way would wait for compilations and running answers
         self._loop.call_soon_threadsafe(self._asked.set)
 
     async def _keep_programs(self) -> None:
-        """Once the last program is compiled."""
+        """Freeze the programs once the last is compiled."""
         while self._allm.warming or not self.started:
             await asyncio.sleep(_LOOK_SECONDS)
         _freeze()
 
     async def _end(self) -> None:
-        """Wait for a reason to end, and let the last answers out."""
+        """Wait for a reason to end, and let the last answers be sent."""
         failed = asyncio.create_task(self._allm.failed())
         asked = asyncio.create_task(self._asked.wait())
         await asyncio.wait((failed, asked), return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +179,7 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that do not get to the end of their headers, or do not read their answers."""
+    """Closes connections whose clients do not complete their headers or do not read their answers."""
 
     seconds: float
     _begun = False
@@ -216,7 +217,7 @@ class _Protocol(H11Protocol):
             self._unread.cancel()
 
     def _await_reader(self) -> None:
-        """The connection ends if its client reads nothing of what waits for it."""
+        """Close the connection if its client does not read the bytes that wait for it."""
         before = self.transport.get_write_buffer_size()
 
         def look() -> None:
@@ -228,9 +229,9 @@ class _Protocol(H11Protocol):
         self._unread = self.loop.call_later(self.seconds, look)
 
     def _check(self) -> None:
-        """The clock runs while a request has begun but its headers are not complete.
+        """Start or stop the clock, which runs from a request's beginning until its headers are complete.
 
-        It also does while the rest of a body is awaited whose request has been answered: refused, that is.
+        It also runs while the rest of a refused request's body is awaited.
         """
         answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
         waits = self.conn.their_state is h11.IDLE or answered
@@ -242,13 +243,13 @@ class _Protocol(H11Protocol):
 
 
 def _freeze() -> None:
-    """Keep what stays, programs above all, from the garbage collector, whose scans pause the event loop."""
+    """Exclude lasting objects, programs above all, from garbage collection, which pauses the event loop."""
     gc.collect()
     gc.freeze()
 
 
 def _raise_file_limit() -> None:
-    """A connection is a file."""
+    """Raise the limit of open files, as each connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -12,7 +12,7 @@ from serve.http.access import OPEN_PATHS, Access, Headers, bounded
 from serve.routes.page import PATHS as PAGE_PATHS
 from serve.watch.access_log import log_request, record_of
 
-# Monitors ask for these every few seconds, and the page for a dozen at a time.
+# Paths that monitors request every few seconds, and of which the page loads a dozen at a time.
 _ASKED_OFTEN = (*OPEN_PATHS, "/metrics", *PAGE_PATHS)
 _FIRST_ERROR = 400  # status of HTTP
 # Paths that a full queue refuses unread.
@@ -38,7 +38,7 @@ class AccessControl:
         self._connections = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
+        """Check and serve a request."""
         if scope["type"] != "http":
             return
         headers = Headers(scope["headers"])
@@ -63,7 +63,7 @@ class AccessControl:
             else:
                 await self._app(scope, bounded(receive, self._settings), answer)
         finally:
-            abort_streams(scope)  # also after an error before they were read
+            abort_streams(scope)  # also after an error before the streams were read
             self._connections -= 1
             self._server.metrics.responded(self._route(scope["path"]), status)
             shown = name if given in (b"", name) else given[:_SHOWN_BYTES]
@@ -78,7 +78,7 @@ class AccessControl:
         return next((r for r in with_name if path.startswith(r.partition("{")[0])), "other")
 
     def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
-        """Why a request reaches no route; None if it does."""
+        """The error that refuses a request; None if it may reach its route."""
         if path in OPEN_PATHS and method in ("GET", "HEAD"):
             return None
         if (refused := self._access.refusal(method, path, headers)) is not None:

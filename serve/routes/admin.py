@@ -1,4 +1,4 @@
-"""The routes that an admin key opens: weights and memory, in SGLang's shapes, and hidden states."""
+"""Routes that need an admin key: weights and memory, in SGLang's shapes, and hidden states."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ PATHS = (
 
 
 async def update_weights(server: Server, request: Request) -> Response:
-    """The route: all of the weights or none."""
+    """The route that replaces all weights, or none."""
     body = await read(server.settings, request, UpdateBody)
     try:
         found = await server.allm.update_weights(
@@ -35,7 +35,7 @@ async def update_weights(server: Server, request: Request) -> Response:
         )
     except (CheckpointError, ConfigError) as error:
         raise ApiError(400, str(error), "model_path") from error
-    except OSError as error:  # a name that is too long, a file that may not be read or has gone
+    except OSError as error:  # a name too long, a file that is gone or cannot be read
         message = f"the files of model_path cannot be read: {error.strerror}; nothing has changed"
         raise ApiError(400, message, "model_path") from error
     answer = {
@@ -48,7 +48,7 @@ async def update_weights(server: Server, request: Request) -> Response:
 
 
 async def release_memory(server: Server, request: Request) -> Response:
-    """The route: once every request has ended."""
+    """The route that releases memory, once every request has ended."""
     body = await read(server.settings, request, ReleaseBody)
     with _tags_refused():
         await server.allm.release_memory(
@@ -66,14 +66,14 @@ async def resume_memory(server: Server, request: Request) -> Response:
 
 
 async def hidden_states(server: Server, request: Request) -> Response:
-    """The route: rows of the last hidden states, after the final norm, and what made them."""
+    """The route of final hidden states, after the norm, with the name of the weights that made them."""
     body = await read(server.settings, request, HiddenStatesBody)
     version, states = await server.allm.hidden_states(body.input_ids, body.positions)
     return _json(request, {"hidden_states": states.tolist(), "weight_version": version})
 
 
 async def weight_version(server: Server, request: Request) -> Response:
-    """The route: the name of the weights. It needs no admin key."""
+    """The route of the weights' name. It needs no admin key."""
     return _json(request, {"weight_version": server.allm.weight_version})
 
 

@@ -44,7 +44,7 @@ class _Chat(ChoicesCall):
         self._thought: set[int] = set()
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Counts the tokens of thoughts."""
+        """Record an output, and count the tokens of its thoughts."""
         if self._thinking or self._may_think:
             for c in output.outputs:
                 counted = self._thoughts.setdefault(
@@ -79,7 +79,7 @@ class _Chat(ChoicesCall):
         return choice | extras
 
     def answer(self) -> JsonObject:
-        """The answer with the prompt's scores, if they are asked for."""
+        """The answer with the prompt's scores, if the request wants them."""
         if self.body.prompt_logprobs is None:
             return super().answer()
         scores = self.last[0].prompt_logprobs or []

@@ -20,7 +20,7 @@ _DEFAULT_MAX_TOKENS = 16
 async def completions(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, CompletionBody)
-    # To score a prompt the engine has to go on for one token, which the answer leaves out.
+    # To score a prompt the engine must generate one token, which the answer leaves out.
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     scored = body.logprobs if body.echo else body.prompt_logprobs
     defaults = server.allm.about.sampling_defaults
@@ -55,7 +55,7 @@ class _Completions(ChoicesCall):
 
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:
         """Text, and log-probabilities as parallel lists."""
-        if output.prompt_logprobs:  # in a stream once for all completions
+        if output.prompt_logprobs:  # a stream has them once for all completions
             self._prompt_scores[index // len(output.outputs)] = output.prompt_logprobs
         echoed = self._prompt(output) if self.body.echo and not begun else None
         text = (echoed or "") + c.text
@@ -72,7 +72,7 @@ class _Completions(ChoicesCall):
         ids, scores, places = c.token_ids, c.logprobs or [], []
         if echoed is not None:
             prompt = output.prompt_token_ids
-            # A prompt that ended during its prefill has fewer.
+            # A prompt that ended during its prefill has fewer scores than tokens.
             known = self._prompt_scores.get(index // len(output.outputs), ())
             ids, scores = prompt + ids, [*known, *[None] * (len(prompt) - len(known)), *scores]
             places = offsets.of_prompt(prompt, echoed)
@@ -80,7 +80,7 @@ class _Completions(ChoicesCall):
         return completion_logprobs(self._tokenizer, ids, scores, places)
 
     def take(self, output: RequestOutput) -> RequestOutput:
-        """Without the token that max_tokens = 0 did not ask for."""
+        """Record an output, without its token where max_tokens = 0."""
         output = super().take(output)
         if self.body.max_tokens != 0:
             return output

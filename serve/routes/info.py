@@ -21,13 +21,13 @@ def _json(value: object, status: int = 200, headers: dict[str, str] | None = Non
 
 
 async def health(server: Server, request: Request) -> Response:
-    """The process is there. Says nothing else, as it needs no key."""
+    """The route that shows that the process runs, and no more, as it needs no key."""
     del server, request
     return _json({"status": "ok"})
 
 
 async def ready(server: Server, request: Request) -> Response:
-    """Whether requests should come here now: 200, or 503 with the reason; how far compiling has come."""
+    """The route of readiness: 200, or 503 with the reason; and the progress of compilation."""
     del request
     reason, state = server.unready(), server.allm.warm_up.state
     if reason is None:
@@ -109,13 +109,13 @@ async def detokenize(server: Server, request: Request) -> Response:
 
 
 async def load(server: Server, request: Request) -> Response:
-    """How many requests are in progress or wait, in vLLM's shape."""
+    """The numbers of requests that run and wait, in vLLM's shape."""
     del request
     return _json({"server_load": server.allm.live})
 
 
 async def tokenizer_info(server: Server, request: Request) -> Response:
-    """The tokenizer's class and special tokens, in vLLM's shape: what remote evaluation asks for."""
+    """The tokenizer's class and special tokens, in vLLM's shape, which tools of remote evaluation read."""
     del request
     tokenizer = server.tokenizer
 

@@ -18,7 +18,7 @@ from serve.bodies.messages import CountBody, MessagesBody
 from serve.bodies.reading import read, warning
 
 _NO_THREADS = "thread: this server stores no conversation; leave it out, and send all messages"
-# Fields of the error that make Anthropic's package send all messages again, and from then on.
+# Fields of an error: Anthropic's package then sends all messages again, also in later requests.
 _SEND_ALL = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -33,7 +33,7 @@ async def messages(server: Server, request: Request) -> Response:
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
-    """How long the prompt of a conversation is."""
+    """The route that counts the tokens of a conversation's prompt."""
     body = await read(server.settings, request, CountBody)
     chat = body.chat()
     prompt = LazyPrompt(ChatPrompt(server, chat), chat.characters)
@@ -76,25 +76,25 @@ class _Messages(AssistantCall):
             yield {"type": "content_block_stop", "index": index}
 
     def end(self) -> Iterable[JsonObject]:
-        """How it ended."""
+        """The events of the end, with its reason."""
         yield from super().end()
         made_by = {"weight_version": self.weight_version}
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
         yield {"type": "message_stop"}
 
     def error(self, error: ApiError) -> JsonObject:
-        """Anthropic's."""
+        """The event of an error, in Anthropic's shape."""
         return error.anthropic
 
     def _end(self) -> dict[str, str | None]:
-        """The reason of the end; the route takes no stop tokens, so a stop can only be a string."""
+        """The stop reason; the route takes no stop tokens, so a stop is a string."""
         stop = self.completion.stop_reason if self.completion else None
         if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {"stop_reason": _ENDS.get(self.finish_reason or "", "end_turn"), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        counts = self.counts  # before the first output, none is known to have been cached
+        counts = self.counts  # before the first output the number of cached tokens counts as 0
         return {
             "input_tokens": counts["prompt"] - counts["cached"],
             "cache_creation_input_tokens": 0,
@@ -122,12 +122,12 @@ def _block(block: Block, text: str) -> JsonObject:
             return {"type": "text", "text": text}
         case "thought":
             return {"type": "thinking", "thinking": text, "signature": ""}
-        case "call" | "custom":  # of which this route has none
+        case "call" | "custom":  # which this route does not have
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(text)}
 
 
 def _input(text: str) -> JsonObject:
-    """Arguments as an object; of a call that was cut, or whose arguments are no object, none."""
+    """Arguments as an object; an empty object for a call that was cut or has other arguments."""
     try:
         found = json.loads(text)
         to_json(found)  # which nests less deep

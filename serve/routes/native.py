@@ -72,7 +72,7 @@ class _Generate(Call):
         return meta if seconds is None else meta | {"e2e_latency": seconds}
 
     def _scores(self, output: RequestOutput, c: CompletionOutput) -> JsonObject:
-        """Scores of a completion and, from the token asked for on, of its prompt."""
+        """Scores of a completion and of its prompt from the requested token on."""
         if not self._body.return_logprob:
             return {}
         found = self._lists("output", c.token_ids, c.logprobs or [])
@@ -99,7 +99,7 @@ class _Generate(Call):
 
 
 async def server_info(server: Server, request: Request) -> Response:
-    """The route: the engine's sizes, and what speculation achieved over all requests."""
+    """The route of the engine's sizes, and of speculation's results over all requests."""
     del request
     about, s = server.allm.about, server.allm.stats()
     config, tokenizer = about.engine, about.tokenizer

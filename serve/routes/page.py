@@ -9,7 +9,7 @@ from serve.base.state import Server
 
 _FOLDER = Path(__file__).parent.parent / "web"
 _TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Nothing from elsewhere, nothing inline, no text that turns into markup or code, no frame around it.
+# The page loads nothing from elsewhere, has no inline code, turns no text into code, and is in no frame.
 _POLICY = "; ".join(
     (
         "default-src 'none'",

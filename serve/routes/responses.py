@@ -19,8 +19,7 @@ from serve.bodies.responses import ResponsesBody
 
 _IDS = {"text": "msg_", "thought": "rs_", "call": "fc_", "custom": "ctc_"}
 _PARTS = {"text": "output_text", "thought": "reasoning_text"}
-# For a block: the name of its events, and the key of its text in the last of them and, for calls, in the
-# item.
+# For each kind of block: the name of its events, and the key of its text in the last event and in an item.
 _EVENTS = {
     "text": ("output_text", "text"),
     "thought": ("reasoning_text", "text"),
@@ -50,16 +49,16 @@ class _Responses(AssistantCall):
 
     @property
     def _cut(self) -> bool:
-        """Whether it has ended before its end."""
+        """Whether a limit or an error has cut the answer."""
         return self.finish_reason not in (None, "stop", "tool_calls")
 
     def begin(self) -> Iterable[JsonObject]:
-        """That it has begun."""
+        """The events of the beginning."""
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
     def change(self, change: Change) -> Iterable[JsonObject]:
-        """Events of an item and of the one part that it has; a call has none."""
+        """Events of an item, and of its one part; a call has no part."""
         block = change.block
         item, of = self._item(block, "in_progress"), {"output_index": block.index}
         called = block.kind in ("call", "custom")
@@ -82,13 +81,13 @@ class _Responses(AssistantCall):
             yield self._event("response.output_item.done", output_index=block.index, item=whole)
 
     def end(self) -> Iterable[JsonObject]:
-        """The whole response."""
+        """The event of the end, with the whole response."""
         yield from super().end()
         answer = self.answer()
         yield self._event(f"response.{answer['status']}", response=answer)
 
     def error(self, error: ApiError) -> JsonObject:
-        """OpenAI's event."""
+        """The event of an error, in OpenAI's shape."""
         return self._event("error", code=error.code, message=error.message, param=error.param)
 
     def _event(self, kind: str, **fields: Any) -> JsonObject:

@@ -23,10 +23,10 @@ _MOST_CHARACTERS = 256
 
 @dataclass
 class Record:
-    """The facts that are logged of one request.
+    """The logged facts of a request.
 
     Attributes:
-        error: the message of the error that it was answered with.
+        error: message of the error in the answer.
         numbers: by prompt, counts of its newest output: prompt tokens, completion tokens, finish reasons.
     """
 
@@ -34,13 +34,13 @@ class Record:
     numbers: dict[int, tuple[int, int, list[str]]] = field(default_factory=dict)
 
     def saw(self, prompt: int, output: "RequestOutput") -> None:
-        """An output of a prompt, which includes the output before."""
+        """Record an output of a prompt, which includes the output before."""
         tokens = sum(c.num_tokens for c in output.outputs)
         reasons = [c.finish_reason for c in output.outputs if c.finish_reason is not None]
         self.numbers[prompt] = len(output.prompt_token_ids), tokens, reasons
 
     def fields(self) -> JsonObject:
-        """The facts as words: token counts and finish reasons of the outputs, the error."""
+        """The facts as fields of a log line: token counts, finish reasons, the error."""
         found: JsonObject = {}
         if self.numbers:
             prompt, completion, reasons = zip(*self.numbers.values(), strict=True)
@@ -53,7 +53,7 @@ class Record:
 
 
 def set_up(quiet: bool, access_log: AccessLog | None) -> None:
-    """The logs of a server, this one among them. quiet: warnings and errors alone."""
+    """Set up the logs of a server, the access log among them. quiet: warnings and errors alone."""
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("uvicorn", "jax"):
@@ -75,7 +75,7 @@ def record_of(scope: Scope) -> Record:
 
 
 def log_request(scope: Scope, name: bytes, status: int, seconds: float, quiet: bool = False) -> None:
-    """The line of a request, by its name; text of the client is escaped. quiet: at the level DEBUG."""
+    """Log the line of a request; the client's text is escaped. quiet: log at the level DEBUG."""
     about = {
         "id": _printable(name.decode("latin-1")),
         "method": scope["method"],
@@ -87,7 +87,7 @@ def log_request(scope: Scope, name: bytes, status: int, seconds: float, quiet: b
 
 
 def log_connection(error: str) -> None:
-    """The line of bytes that are no request of HTTP."""
+    """Log bytes of a connection that are no HTTP request."""
     _write({"error": error})
 
 
@@ -110,7 +110,7 @@ class JsonLines(logging.Formatter):
     """A JSON object per line: the time in UTC, and the facts."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Format a record as one line."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         return json.dumps({"time": time, **getattr(record, "about", {"error": record.getMessage()})})
 

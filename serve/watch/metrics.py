@@ -1,4 +1,4 @@
-"""Prometheus metrics. Those that vLLM has too have its names, so that its dashboards and clients work."""
+"""Prometheus metrics. Metrics of vLLM have its names, so that its dashboards and clients work."""
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -37,7 +37,7 @@ _LATENCY = (
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LABEL = "model_name"
-disable_created_metrics()  # a time for each series, which nobody reads
+disable_created_metrics()  # a time of creation for each series
 
 
 class Metrics:
@@ -80,13 +80,13 @@ class Metrics:
         return generate_latest(self.registry)
 
     def responded(self, route: str, status: int) -> None:
-        """Count a response; ``route`` is one of a few, never what a client made up."""
+        """Count a response; ``route`` is a route of the server, never a client's own text."""
         self._responses.labels(self._name, route, str(status)).inc()
 
     async def follow(
         self, stream: Stream | AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The stream's outputs: the first token is measured as it comes, the rest unless it was aborted."""
+        """The stream's outputs: its first token is measured as it comes, its end unless it was aborted."""
         output, begun = None, False
         async with aclosing(stream):
             async for output in stream:
@@ -111,20 +111,20 @@ class Metrics:
         self._output.observe(sum(c.num_tokens for c in output.outputs))
         if t.finished is not None:
             self._end.observe(t.finished)
-        # Completions of one prompt grow side by side, as far as there are slots.
+        # Completions of one prompt grow side by side, if there are slots.
         if longest.decode_seconds is not None and longest.num_tokens > 1:
             self._decode.observe(longest.decode_seconds)
             self._per_token.observe(longest.decode_seconds / (longest.num_tokens - 1))
 
 
 class _Engine:
-    """The engine's own counts, read when asked for."""
+    """The engine's own counts, read for each ``/metrics``."""
 
     def __init__(self, allm: AsyncLLM, model_name: str, alarm: AcceptanceAlarm) -> None:
         self._allm, self._name, self._alarm = allm, model_name, alarm
 
     def describe(self) -> list[Metric]:
-        """Nothing to check in advance: all names differ from those of ``Metrics``."""
+        """An empty list: no check is needed, as all names differ from the names in ``Metrics``."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -193,6 +193,12 @@ class _Engine:
             labels=[_LABEL, "kind"],
         )
         yield self._family(alarms, {(kind,): float(kind == self._alarm.kind) for kind in KINDS})
+        checked = GaugeMetricFamily(
+            "mtp_jax:draft_check_acceptance",
+            "Drafts of --draft-model that were accepted in a text of the model at the start, by position.",
+            labels=[_LABEL, "position"],
+        )
+        yield self._family(checked, {(str(i),): share for i, share in enumerate(self._alarm.at_start)})
         for name, (text, value) in counters.items():
             yield self._family(CounterMetricFamily(name, text, labels=[_LABEL]), {(): value})
         by = {

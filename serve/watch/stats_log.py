@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds in which something was generated, and the acceptance alarm."""
+"""A log line for every ten seconds in which tokens were generated, and the acceptance alarm."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ _EVERY_SECONDS = 10.0
 
 
 async def log_stats(allm: AsyncLLM, alarm: AcceptanceAlarm) -> None:
-    """Until cancelled."""
+    """Log until cancelled."""
     before, at = allm.stats(), time.perf_counter()
     while True:
         await asyncio.sleep(_EVERY_SECONDS)
@@ -24,7 +24,7 @@ async def log_stats(allm: AsyncLLM, alarm: AcceptanceAlarm) -> None:
 
 
 def describe(before: EngineStats, after: EngineStats, seconds: float) -> str:
-    """What happened between two snapshots."""
+    """Describe the work between two snapshots."""
     prompt, generated = (
         getattr(after, name) - getattr(before, name) for name in ("prompt_tokens", "generation_tokens")
     )

@@ -1,7 +1,7 @@
 """Ends a process whose engine is stuck in one step: a supervisor can start a new one.
 
-A process that was paused as a whole (a signal, a frozen container or machine) did not look either: the time
-between two looks counts as no more than it should be.
+While the whole process is paused (a signal, a frozen container or machine) its watchdog is, too: the time
+between two looks counts as the usual interval at most.
 """
 
 import faulthandler
@@ -41,11 +41,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         pause, looked = self._limit / _CHECKS_PER_LIMIT, time.monotonic()
-        missed = 0.0  # since the step began, that this thread did not run
+        missed = 0.0  # seconds since the step began in which this thread did not run
         while not self._stop.wait(pause):
             before, looked = looked, time.monotonic()
             late, age = looked - before - pause, self._allm.step_age
-            # Of a step that began since, how much of the pause it saw is not known; it is spared all of it.
+            # The part of the pause in a step that began since is unknown; the step is spared all of it.
             missed = (missed if age > looked - before else 0.0) + (late if late > pause else 0.0)
             if age - missed > self._limit:
                 self._report()
@@ -53,6 +53,6 @@ class Watchdog:
                 return
 
     def _report(self) -> None:
-        """What it was doing: sizes and stacks, no text of requests."""
+        """Report the process's work: sizes and stacks, without text of requests."""
         _LOG.critical("the engine is in one step for %.0f s: %s", self._allm.step_age, self._allm.stats())
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)

@@ -1,4 +1,4 @@
-"""MLA as XLA on a CPU does it fast: products behind barriers, cached rows block by block.
+"""MLA in the form that XLA computes fast on a CPU: products behind barriers, cached rows block by block.
 
 Without barriers, XLA first transposes the cached rows or swaps the operands (docs/cpu.md).
 """
@@ -24,8 +24,8 @@ from mtp_jax.model.params import Attention
 
 # The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
 _LEAST = jnp.finfo(jnp.float32).min
-# Cached rows that absorbed attention takes at a time: a quarter of the table, within these bounds. Fewer cost
-# more than they compute, more do not stay in a core's cache.
+# Cached rows that absorbed attention takes at a time: a quarter of the table, within these bounds. Smaller
+# blocks cost more in calls than in products; larger blocks do not stay in a core's cache.
 _BLOCK = 64, 128
 
 Read = Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]]
@@ -34,10 +34,10 @@ Read = Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array,
 
 @dataclass(frozen=True)
 class CpuLatent(Latent):
-    """MLA over the fewest blocks that hold every row which some token sees."""
+    """MLA over the fewest blocks of cached rows that hold every row visible to a token."""
 
     def by_head(self, a: Attention, cfg: ModelConfig) -> Ups:
-        """The parameters as they lie in memory, if loops read them."""
+        """The up-projections as they lie in memory, if loops read them."""
         narrow = self.on.mesh is None and readable(a.k_up) and readable(a.v_up)
         return Ups(a.k_up, a.v_up) if narrow else super().by_head(a, cfg)
 
@@ -69,7 +69,7 @@ def _in_blocks(
     """``mla.attend`` over the rows and the mask of each of ``blocks`` blocks, by ``read``.
 
     The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
-    leaves the sums to the bit, so a result does not depend on the number of blocks that other tokens need.
+    changes no bit of its sums, so a result does not depend on the number of blocks that other tokens need.
     """
     rank, (slots, width, heads, _) = w.k.shape[-1], q.nope.shape
     by_head, wide = (slots, heads, width), []
@@ -94,12 +94,12 @@ def _in_blocks(
         absorbed = form == "absorbed"
         scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, wide[0]), (3, 2))
         scores = jnp.where(sees, scores * scale, -jnp.inf)
-        # The result does not depend on it; its derivative would be computed for nothing.
+        # The result does not depend on the peak, so its derivative is not computed.
         top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
         weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
         narrow = _fixed(weights.astype(rows.dtype))
         if absorbed:
-            # Whole rows: slicing the rope part off the result is cheaper than off the cache.
+            # Multiply whole rows: slicing the rope part off the result is cheaper than off the cache.
             more = _dots(narrow, rows, (2, 1))
         else:
             more = _dots(narrow, _expand(rows[..., :rank], wide[1]), (3, 3))
@@ -107,7 +107,7 @@ def _in_blocks(
         more = jnp.where(at == mixes, weights.sum(axis=-1, keepdims=True), more)
         return jnp.where(at > mixes, top, so_far * shrunk + more)
 
-    # Columns: the mix of cached rows, the sum of their weights, the peak of scores.
+    # The columns are: the mix of cached rows, the sum of their weights, the peak of scores.
     start = jnp.where(columns() > mixes, _LEAST, 0).astype(jnp.float32)
     alone = isinstance(blocks, int) and blocks == 1
     end = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
@@ -173,8 +173,7 @@ def _blocks(source: Whole | Paged, dtype: Any) -> tuple[Read, Int[Array, ""] | i
 
     def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
         pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * each * page
-        # A window deeper than its slot asks for goes past the table, never into the padding of the last
-        # block.
+        # A window deeper than its slot's depth goes past the table, never into the padding of the last block.
         inside = start + jnp.arange(each * page) < length
         seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
         if only is not None:

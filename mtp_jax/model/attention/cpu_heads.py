@@ -1,4 +1,4 @@
-"""Products with a matrix of each head, an array or narrow in memory, as XLA on a CPU does them fast."""
+"""Products with a matrix of each head, an array or a narrow weight, in forms that are fast on a CPU."""
 
 import math
 
@@ -22,7 +22,7 @@ def outward(x: Float[Array, "N T i"], w: ByHead) -> Float[Array, "N T o"]:
 
 
 def _product(x: Float[Array, "N T a"], w: ByHead, contracted: int) -> Float[Array, "N T b"]:
-    """Narrow, a few heads' matrices are widened at a time, which the product then reads from a cache."""
+    """Narrow matrices are widened a few heads at a time; the product reads them from a cache."""
     if not isinstance(w, Narrow):
         return jax.lax.dot_general(x, w, (((2,), (contracted,)), ((0,), (0,))))
     heads, size = len(x), math.prod(w.shape[1:])

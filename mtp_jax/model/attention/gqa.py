@@ -34,7 +34,7 @@ class KvHeads:
     """The kv head of each query head.
 
     Attributes:
-        of: kv head of each query head; the first one's tells where a device's begin.
+        of: kv head of each query head; the first entry shows where a device's kv heads begin.
         count: kv heads of a row.
         group: query heads that share a kv head.
     """
@@ -67,7 +67,7 @@ class Gqa(Kind):
     def attend(self, q: Queries, w: KvHeads, source: Source, scale: float) -> Float[Array, "B W N v"]:
         """Attention over rows [keys | values], softmax in float32. Rows that no token sees are zeros.
 
-        q: queries of all heads, or of one device's, which are whole groups or within one.
+        q: queries of all heads, or of one device's heads, which are whole groups or lie within one group.
         """
         assert not isinstance(source, Chosen), "there is no indexer that could have chosen"
         (rows, mask), whole = source.read(q.whole.dtype), q.whole
@@ -85,7 +85,7 @@ class Gqa(Kind):
 
 @dataclass(frozen=True)
 class HopperGqa(Gqa):
-    """Grouped-query attention without kernels: there are none. Raises ConfigError where they must attend."""
+    """Grouped-query attention in plain XLA. Raises ConfigError where kernels are required."""
 
     on: HopperProducts
 
@@ -98,7 +98,7 @@ class HopperGqa(Gqa):
         cache: Cache | None,
         views: Views,
     ) -> tuple[Queries, Entries | None, Cache | None]:
-        """Queries, entries and the cache, unless kernels must attend."""
+        """Queries, entries and the cache. Raises ConfigError where kernels are required."""
         self.on.do_without("grouped-query attention")
         return super().project(a, cfg, x, angles, cache, views)
 

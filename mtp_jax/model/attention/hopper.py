@@ -32,12 +32,12 @@ from mtp_jax.model.visible import Window
 
 @dataclass(frozen=True)
 class HopperLatent(Latent):
-    """MLA whose queries, cache writes, attention and choice of rows are kernels, where they can be."""
+    """MLA whose queries, cache writes, attention and choice of rows are kernels, where shapes allow."""
 
     on: HopperProducts
 
     def readers(self, a: Attention) -> Readers:
-        """The projections to low ranks; plain rows for a layer with an indexer."""
+        """The projections to low ranks as readers; a layer with an indexer reads plain rows."""
         if a.indexer is not None:
             return ()
         return Reader(a.q_b, "out") if a.q_a is None else Reader(a.q_a), Reader(a.kv_a)
@@ -51,13 +51,13 @@ class HopperLatent(Latent):
         cache: Cache | None,
         views: Views,
     ) -> tuple[Queries, Entries | None, Cache | None]:
-        """One launch for the two norms of low ranks, rope and the cache, unless a layer has an indexer."""
+        """One kernel for the two norms of low ranks, rope and cache writes, unless there is an indexer."""
         if a.indexer is not None:
             return super().project(a, cfg, x, angles, cache, views)
         on = self.on
         q = None if a.q_a is None else on.linear(x, a.q_a, summed=False)
         kv, reader = on.linear(x, a.kv_a, summed=False), Reader(a.q_b, "out")
-        # One launch writes one part.
+        # A launch writes the rows of one part.
         one = len(views) == 1 and on.takes(reader, e4m3.dtype_of(x))
         if one and q is not None and isinstance(cache, LayerCache) and self._norms_low_rank(q, kv, a, cache):
             low, entries, cache = self._low_rank(a, cfg, q, kv, angles, cache, views[0])
@@ -97,7 +97,7 @@ class HopperLatent(Latent):
         return index_scores.index_scores(q.q, q.weights, keys, *where, implementation="mosaic_gpu")
 
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
-        """The choice by a kernel that sorts nothing."""
+        """The chosen rows, by a kernel that does not sort."""
         flat = found.reshape(-1, found.shape[-1])
         if "attention" not in self.on.kernels or not can(top_k.check, flat):
             return super().best(found, count)
@@ -107,7 +107,7 @@ class HopperLatent(Latent):
     def _decoded(
         self, q: Queries, w: Ups, where: tuple[Any, Array, Window], scale: float
     ) -> Float[Array, "B W N v"] | None:
-        """Absorbed attention over the visible rows of pages, by their table; None: no kernel does it."""
+        """Absorbed attention over the visible rows of pages, by their table; None where no kernel does it."""
         pages, table, visible = where
         inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k)
         if not self.on.runs("attention", mla_decode.check, inward, q.rope, pages):
@@ -132,7 +132,7 @@ class HopperLatent(Latent):
     ) -> tuple[Rows, Entries | None, LayerCache]:
         """Queries' low rank normed and quantised, and the window's rows written.
 
-        q, kv: as their products leave them. Rows for an FP8 cache are returned, not written.
+        q, kv: results of their projections. Rows for an FP8 cache are returned, not written.
         """
         fp8 = cache.fp8
 
@@ -156,7 +156,7 @@ class HopperLatent(Latent):
 
 
 def _as_pages(source: Whole) -> tuple[Float[Array, "P S c"], Int[Array, "T n"], Window]:
-    """Rows of each token as pages of its own, and the rows that are there: rows that are not come first."""
+    """The chosen rows of each token as pages of its own, and their visibility: rows NOTHING come first."""
     tokens, count, width = source.rows.shape
     pages = source.rows.reshape(-1, math.gcd(count, mla_decode.PAGE), width)
     table = jnp.arange(len(pages), dtype=jnp.int32).reshape(tokens, -1)

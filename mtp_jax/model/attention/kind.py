@@ -1,4 +1,4 @@
-"""A kind of attention, as the stages of a block see it."""
+"""The interface of a kind of attention for the stages of a block."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from mtp_jax.model.products.plain import Products, Readers, Rows
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """The equations of a kind of attention; pages, parts and meshes are the stages'.
+    """The equations of a kind of attention; the stages care for pages, parts and meshes.
 
     Queries are a dataclass of arrays [B, W, N, ...], split by heads on a mesh; ``index`` has the queries of
     index keys, None without sparse attention.
@@ -42,7 +42,7 @@ class Kind(ABC):
         cache: Cache | None,
         views: Views,
     ) -> tuple[Any, Entries | None, Cache | None]:
-        """Queries of normed rows, entries to cache, and the cache. No entries: they are written already."""
+        """Queries of normed rows, entries to cache (None if already written), and the cache."""
         return self.queries(a, cfg, x, angles), self.entries(a, cfg, x, angles), cache
 
     @abstractmethod
@@ -62,7 +62,7 @@ class Kind(ABC):
         """Attention over the rows of a source. w: see ``by_head``. A token that sees nothing gets zeros."""
 
     def choose(self, q: IndexQueries, source: Whole | Paged, topk: int) -> Int[Array, "B W K"] | None:
-        """The rows that each token attends to; None: all that it sees."""
+        """The rows that each token attends to; None: all rows that it sees."""
         return None
 
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:

@@ -57,9 +57,9 @@ class Latent(Kind):
         return mla.attend(q, w, *source.read(q.nope.dtype), scale, source.form)
 
     def choose(self, q: IndexQueries, source: Whole | Paged, topk: int) -> Int[Array, "B W K"] | None:
-        """The rows with the best scores, in order; NOTHING first where a token sees fewer.
+        """The topk rows with the best scores, in order of rows; NOTHING first where a token sees fewer.
 
-        None: all that a token sees, which cannot be more.
+        None: all rows that a token sees, where these cannot be more than topk.
         """
         if source.length <= topk:
             return None

@@ -1,4 +1,4 @@
-"""The writing of rows into a layer's pages, on one device: the same pages by a scatter and by a loop."""
+"""Two ways to write rows into a layer's pages on one device, with equal results: a scatter and a loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ Write = Callable[[Any, Any, Int[Array, "B n"], Int[Array, "B W"]], Any]
 def by_scatter(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]) -> Tree:
     """A tree of ``pages`` [P, S, c] with the rows [B, W, c] written; in place when donated.
 
-    Rows that are not to be written (negative numbers) go to the last page, which no sequence owns; so do
-    rows past the table, which an executable deeper than its slots ask for has.
+    Rows that are not to be written (negative numbers) go to the last page, which no sequence owns; so do rows
+    past the table, of an executable deeper than its slots' depth.
     """
     count, size = jax.tree.leaves(pages)[0].shape[:2]
     page, offset, _ = places(count, size, page_table, written)
@@ -30,7 +30,7 @@ def by_scatter(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: I
 
 
 def by_loop(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]) -> Tree:
-    """``by_scatter`` as XLA on a CPU does it fast (docs/cpu.md), but for the last page.
+    """``by_scatter`` in a form that is fast on a CPU (docs/cpu.md); the last page may differ.
 
     A scatter checks its bounds by a select, for which XLA copies the whole cache. A row's place is found in
     the loop, by the kernel that writes it.
@@ -53,7 +53,7 @@ def by_loop(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[
 
         return jax.tree.map(put, pages, rows)
 
-    # A loop of a length XLA cannot know is not unrolled and fused into the cache's readers, with copies.
+    # XLA would unroll a loop of known length and fuse it into the cache's readers, with copies.
     inside = (written >= 0) & (written < columns * size)
     last = jnp.max(jnp.where(inside.reshape(-1), jnp.arange(1, written.size + 1), 0))
     return jax.lax.fori_loop(0, last, write, pages)

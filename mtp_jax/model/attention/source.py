@@ -1,4 +1,4 @@
-"""Sources: where the rows lie that attention is over. One device's; kinds of attention read them."""
+"""Sources of the rows that attention is over, on one device. Kinds of attention read them."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,13 +17,13 @@ from mtp_jax.model.mla import Form
 
 @struct.dataclass
 class Whole:
-    """Rows at hand.
+    """A source of rows at hand, without a cache.
 
     Attributes:
         rows: rows of whole sequences, with the fields of ``Entries``.
         mask: the rows that each token sees.
         index: index keys, of a layer with an indexer.
-        form: MLA form that attends to them.
+        form: MLA form of attention over them.
     """
 
     rows: Float[Array, "B L c"]
@@ -54,10 +54,10 @@ class Whole:
 
 @struct.dataclass
 class Paged:
-    """Cached rows that a view sees.
+    """A source of cached rows: the rows that a view sees.
 
     Attributes:
-        only: the rows that each token chose; None: all that it sees.
+        only: the rows that each token chose; None: all rows that it sees.
         row: a row's format.
     """
 
@@ -68,7 +68,7 @@ class Paged:
 
     @property
     def form(self) -> Form:
-        """MLA form that attends to them."""
+        """The MLA form of attention over them."""
         return self.view.form
 
     @property
@@ -119,7 +119,7 @@ class Paged:
 
 @struct.dataclass
 class Chosen:
-    """Cached rows that each token chose, read one by one: every token is a slot with rows of its own.
+    """A source of chosen rows, read one by one: every token becomes a slot with rows of its own.
 
     Attributes:
         row: a row's format.

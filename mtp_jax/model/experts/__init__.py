@@ -1,1 +1,1 @@
-"""Routed experts: their choice, their products, and the way of rows to experts of other devices."""
+"""Routed experts: their choice, their products, and the exchange of rows with experts of other devices."""

@@ -1,4 +1,4 @@
-"""Experts of few rows as XLA on a CPU does them fast: all pairs of a row and an expert at once."""
+"""Experts for few rows on a CPU: all pairs of a row and an expert at once."""
 
 import math
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from mtp_jax.model.narrow import flat, nbytes
 from mtp_jax.model.products import cpu_lanes
 from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, multiply, sum_lanes
 
-# Most pairs per expert for which ``by_pair`` wins: with experts that fit a core's cache, or not.
+# Most pairs per expert for which ``by_pair`` is faster: experts that fit a core's cache, and larger ones.
 _PAIRS_CACHED, _PAIRS = 16, 4
 
 
 @dataclass(frozen=True)
 class CpuExperts(Experts):
-    """Experts as XLA on a CPU does them fast (docs/cpu.md)."""
+    """Experts in forms that XLA computes fast on a CPU (docs/cpu.md)."""
 
     def choose_experts(
         self,
@@ -32,7 +32,7 @@ class CpuExperts(Experts):
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
     ) -> Routing:
-        """Comparisons, for few rows."""
+        """The choice of experts, by comparisons for few rows."""
         return Routing(*cpu_router.choose(logits, bias, rule, counted))
 
     def routed(
@@ -44,7 +44,7 @@ class CpuExperts(Experts):
         shards: int = 1,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T D"]:
-        """``by_pair`` for few rows."""
+        """The routed experts, by ``by_pair`` for few rows."""
         if shards == 1 and takes(gate_up, down, r.ids.size) and not isinstance(x, Quantised):
             return by_pair(gate_up, down, x, Routing(r.ids - first, r.weights))
         return super().routed(gate_up, down, x, r, shards, first)
@@ -53,8 +53,8 @@ class CpuExperts(Experts):
 def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
     """Multiply each row with each of its experts apart, all pairs at once: for few rows per expert.
 
-    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32. Its result depends
-    neither on its neighbours nor on how many there are.
+    Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32. The result of a row does
+    not depend on other rows or their number.
     """
     (rows, k), experts = r.ids.shape, down.shape[0]
     inside = (r.ids >= 0) & (r.ids < experts)
@@ -80,7 +80,7 @@ def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) 
 
 
 def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]) -> Float[Array, "T o"]:
-    """The sum over k of ``w[experts[t, k]] @ x[t, k]``, by such a loop; lanes are summed once for all k.
+    """The sum over k of ``w[experts[t, k]] @ x[t, k]``, by the same loop; lanes are summed once for all k.
 
     Output features are outermost: the weights that the rows read for one of them stay in the nearest cache.
     """

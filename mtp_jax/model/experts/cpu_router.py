@@ -1,4 +1,4 @@
-"""The choice of experts by comparisons of all with all, which XLA on a CPU makes few kernels of."""
+"""The choice of experts by comparisons of all with all, which XLA on a CPU compiles to few kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def choose(
         kept = jnp.repeat(_ranks(group_score) < rule.kept, groups.shape[-1], axis=1)
         choice = jnp.where(kept, choice, -jnp.inf)
     here = _ranks(choice)[:, None] == jnp.arange(rule.chosen)[:, None]
-    # A maximum: of a row of NaN, whose ranks are all 0, it is still an expert.
+    # A maximum, so that a row of NaN, whose ranks are all 0, still gets an id of an expert.
     ids = jnp.where(here, jnp.arange(experts), 0).max(axis=-1)
     return reference.weighed(ids, jnp.where(here, scores[:, None], 0).sum(axis=-1), experts, rule, counted)
 

@@ -1,10 +1,10 @@
-"""How rows reach the experts that other data shards hold, and their sums come back (docs/scaling.md).
+"""The exchange: rows travel to experts on other data shards, and sums travel back (docs/scaling.md).
 
     all_gather    every shard takes the rows of all, and returns a sum for each
     all_to_all    a row goes once to each domain of shards that has one of its experts; one sum comes back
 
-An all-to-all needs a fixed room for each pair. Where some pair has more rows than room, every device takes
-the other way (``lax.cond`` of one number that is the same everywhere), so that no row is ever dropped.
+An all-to-all needs a fixed room for each pair. Where a pair has more rows than room, every device takes the
+gather (``lax.cond`` of one number that is the same everywhere), so that no row is ever dropped.
 """
 
 import math
@@ -35,7 +35,7 @@ class Exchange:
 
     Attributes:
         shards: data shards in all.
-        domain: neighbouring data shards that make up a domain; 1: each is its own.
+        domain: number of neighbouring data shards in a domain; 1: each shard is a domain.
         room: rows that a pair of domains has room for, over the mean of choices that are spread evenly.
     """
 
@@ -66,7 +66,7 @@ class Exchange:
         return [[d * self.domain + i for i in range(self.domain)] for d in range(self.domains)]
 
     def wanted(self, ids: Int[Array, "T k"], experts: int) -> Bool[Array, "T domains"]:
-        """Which domains have an expert of each row. experts: of a domain; ids outside of all are nobody's."""
+        """The domains that hold an expert of each row. experts: number in a domain; ids outside have none."""
         to = jnp.where(ids >= 0, ids // experts, self.domains)
         rows = jnp.arange(len(ids))[:, None]
         return jnp.zeros((len(ids), self.domains), bool).at[rows, to].set(True, mode="drop")
@@ -82,10 +82,10 @@ class Exchange:
     ) -> Float[Array, "T D"]:
         """The sum over the experts of each own row; rows past the capacity are left out.
 
-        Sums over devices of one data shard are the caller's.
+        The caller sums over the devices of one data shard.
         """
         count = len(ids)
-        # [domain, place in its room] -> the row that is sent; ``count``: none.
+        # [domain, place in its room] -> the row that is sent; ``count`` where there is none.
         place = jnp.where(wanted, jnp.cumsum(wanted, axis=0) - 1, capacity)
         domain, row = jnp.arange(self.domains)[None], jnp.arange(count, dtype=jnp.int32)[:, None]
         sent = jnp.full((self.domains, capacity), count, jnp.int32)
@@ -114,14 +114,14 @@ class Exchange:
 
     @staticmethod
     def _taken(a: jax.Array, rows: Int[Array, "d n"]) -> jax.Array:
-        """These rows; zeros past the last."""
+        """The rows of these numbers; zeros past the last row."""
         return a.at[rows].get(mode="fill", fill_value=0)
 
 
 def by_gather(
     run: RunExperts, rows: Rows, ids: Int[Array, "T k"], weights: Float[Array, "T k"]
 ) -> Float[Array, "T D"]:
-    """The same by a gather of all rows and a sum of all results."""
+    """The sum over experts, by a gather of all rows and a sum of all results."""
 
     def there(a: jax.Array) -> jax.Array:
         return jax.lax.all_gather(a, "data", tiled=True)
@@ -160,7 +160,7 @@ def reached(cfg: ModelConfig, domains: int, neighbours: bool) -> float:
 
 
 def exchange_of(choice: ExchangeChoice, room: float, mesh: Mesh | None) -> Exchange | None:
-    """The exchange that was asked for; None: a gather of all rows.
+    """The exchange that an option names; None: a gather of all rows.
 
     "auto": an all-to-all between hosts and a gather within each, and a gather alone on one host. Raises
     ConfigError.
@@ -181,7 +181,7 @@ def exchange_of(choice: ExchangeChoice, room: float, mesh: Mesh | None) -> Excha
 def shards_of_a_host(devices: np.ndarray) -> int:
     """Number of neighbouring data shards on one host, of devices [data, model]; 1 if hosts differ.
 
-    A host is a process: each has the devices that a fast network connects.
+    A host here is a process, whose devices a fast network connects.
     """
     hosts = np.array([[d.process_index for d in shard] for shard in devices])
     first, shards = hosts[:, 0], len(hosts)

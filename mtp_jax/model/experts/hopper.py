@@ -42,7 +42,7 @@ class HopperExperts(Experts):
         return Routing(choice.ids, choice.weights, choice.counts)
 
     def operand(self, p: Moe, x: Any) -> Operand:
-        """Rows in e4m3 if the experts take them so."""
+        """Rows for the experts, in e4m3 if their kernels take it."""
         if self.on.takes(p, e4m3.dtype_of(x)):
             return e4m3.operand(x)
         return super().operand(p, x)
@@ -56,7 +56,7 @@ class HopperExperts(Experts):
         shards: int = 1,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T D"]:
-        """Routed experts by kernels. There may be more quantised rows than the routing has.
+        """Routed experts by kernels. The rows may be padded past the routing's.
 
         Raises ConfigError if kernels must compute them and cannot.
         """

@@ -28,8 +28,8 @@ class Experts:
 
     Attributes:
         on: computes the products.
-        way: "dense", which is the reference, or "sparse"; on a mesh they always run in parallel.
-        exchange: between data shards; None: each gathers the rows of all.
+        way: "dense", which is the reference, or "sparse"; on a mesh experts always run in parallel.
+        exchange: the exchange between data shards; None: each shard gathers all rows.
     """
 
     on: Products
@@ -58,7 +58,7 @@ class Experts:
             return (y,), r
         with jax.named_scope("moe_shared"):
             shared = on.mlp(x, p.shared)
-        # Added here, one collective sums both over ``model``.
+        # The two are added here, so that one collective sums both over ``model``.
         return ((y + shared,) if ways("heads", on.mesh) > 1 else (y, shared)), r
 
     def route(self, p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
@@ -98,16 +98,16 @@ class Experts:
         shards: int = 1,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T D"]:
-        """Only the experts that rows chose.
+        """Run only the experts that rows chose.
 
         shards: number of devices that the experts are split over. Weights are one device's, from expert
-        ``first`` on; rows and routing are all devices'.
+        ``first`` on; rows and routing are those of all devices.
         """
         assert not isinstance(x, Quantised), "rows were quantised for a kernel"
         return moe.by_visit(gate_up, down, x, Routing(r.ids - first, r.weights), self.on.product)
 
     def operand(self, p: Moe, x: Rows) -> Operand:
-        """Rows as the experts take them."""
+        """Rows in the form that the experts take."""
         return Operand(self.on.plain(x))
 
     def _expert_parallel(
@@ -172,7 +172,7 @@ class Experts:
         chosen = _in_slots(p, r, jax.lax.axis_index("data") * count)
 
         def run(rows: tuple[Array, ...], ids: Array, weights: Array) -> Array:
-            # The share of other devices' rows is as if this many devices shared the experts.
+            # Tiles are sized as if this number of devices shared the experts.
             shards = max(1, len(ids) * devices // (exchange.shards * count))
             return self._own_experts(p, Operand.of_rows_first(*rows), Routing(ids, weights), shards)
 
@@ -186,7 +186,7 @@ class Experts:
 
         part = there(*given)
         if capacity < count:
-            # Not one or the other: the contents of a condition run beside nothing of another micro-batch.
+            # Both are computed, as the contents of a condition do not overlap with another micro-batch.
             part = jax.lax.cond(
                 most > capacity, lambda _, *given: by_gather(run, *given), lambda part, *_: part, part, *given
             )
@@ -205,7 +205,7 @@ class Experts:
 
 
 def _in_slots(p: Moe, r: Routing, first: Int[Array, ""] | int) -> Routing:
-    """Which of a mesh's slots serve each row, of rows numbered from ``first``."""
+    """The expert slots that serve each row, of rows numbered from ``first``."""
     if p.copies is None:
         return r
     return Routing(slots_of(p.copies, r.ids, first + jnp.arange(len(r.ids))), r.weights)

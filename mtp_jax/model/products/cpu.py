@@ -1,4 +1,4 @@
-"""``x @ w.T`` as XLA on a CPU does it fast, for arrays and for weights that are narrower in memory than x."""
+"""``x @ w.T`` in forms that are fast on a CPU, for arrays and for weights narrower in memory than x."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,20 +15,20 @@ from mtp_jax.model.products import cpu_lanes
 from mtp_jax.model.products.cpu_lanes import CACHE_BYTES
 from mtp_jax.model.products.plain import Products, Weight
 
-# Above this number of rows ``x @ w.T`` is the faster way in float32; bfloat16 takes at least this number.
+# Above this number of rows plain ``x @ w.T`` is faster in float32; bfloat16 rows are padded to it.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
 # Loops widen a weight again for each row. Up to this number of rows that costs no more than widening in
 # memory. This is not measured at start-up: the order of sums, and so tokens, must be the same at every start.
 _LANED = 8
-# Up to this number of rows their parts are multiplied together: weights are read once, but across rows.
+# Up to this number of rows the parts of all rows are multiplied together, so that weights are read once.
 _TOGETHER = 32
-# Most values of a widened block of a weight: the cache holds them as float32.
+# Most values of a widened block of a weight, which a core's cache holds as float32.
 BLOCK = CACHE_BYTES // 4
 
 
 @dataclass(frozen=True)
 class CpuProducts(Products):
-    """Products as XLA on a CPU does them fast (docs/cpu.md).
+    """Products in forms that are fast on a CPU (docs/cpu.md).
 
     Attributes:
         matrices: whether the processor has matrix instructions for bfloat16.
@@ -49,13 +49,13 @@ class CpuProducts(Products):
 
     @property
     def head_parts(self) -> int:
-        """All logits at once: memory is not scarce, and every part is a further pass."""
+        """One part, all logits at once: memory is not scarce, and every part is a further pass."""
         return 1
 
     def reads_stacks(self, layer: Layer) -> bool:
-        """Products of arrays would copy them, and matrix instructions take their weights apart.
+        """Only of narrow weights: products of arrays, and matrix instructions, copy weights out of a stack.
 
-        A layer with an indexer chooses for further layers.
+        A layer with an indexer is not stacked, as it chooses for further layers.
         """
         attention, mlp = layer.attention, layer.mlp
         one = self.mesh is None and not self.matrices and getattr(attention, "indexer", None) is None
@@ -79,9 +79,9 @@ def of_arrays(x: Float[Array, "T i"], w: Float[Array, "o i"]) -> Float[Array, "T
 def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack, matrices: bool) -> Float[Array, "T O"]:
     """Rows in float32 with a weight as it lies in memory, seen as a matrix [O, i].
 
-    matrices: whether the processor has matrix instructions for bfloat16. They multiply everything but one row
-    with a small weight: if a cache holds the weight, loops are faster than making parts of the row. If the
-    weight comes from memory, loops multiply slower than it arrives.
+    matrices: whether the processor has matrix instructions for bfloat16. These multiply all but one row with
+    a small weight: if a cache holds the weight, loops are faster than splitting the row into parts; from
+    memory a weight arrives faster than loops multiply it.
     """
     if isinstance(w, Bf16) and matrices and (len(x) > 1 or nbytes(w) > CACHE_BYTES):
         return _in_parts(x, w)
@@ -91,8 +91,8 @@ def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack, matrices: bool) -
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:
     """A product by matrix instructions for bfloat16: a float32 is the sum of three bfloat16, exactly.
 
-    So are the products of each with a bfloat16 weight, and they are summed in float32. One loop makes all
-    parts, an activation before them included; cutting mantissas instead of rounding them keeps it cheap.
+    The products of each part with a bfloat16 weight are exact, too, and are summed in float32. One loop makes
+    all parts, an activation before them included; cutting mantissas instead of rounding them keeps it cheap.
     """
     weight, rest, parts = w.values.reshape(-1, w.shape[-1]), x, []
     for _ in range(3):

@@ -27,7 +27,7 @@ from mtp_jax.model.narrow import (
 
 # A slice has the float32 of a vector register, or more where that would give too many slices.
 _LANES, SLICES = 16, 64
-# Number of sums that grow side by side: an addition takes about four cycles, and the next one waits for it.
+# Number of sums that grow side by side, as an addition waits about four cycles for the addition before it.
 _SUMS = 4
 # Bytes of a core's second cache on the smallest server processors with AVX-512 (Skylake-SP, Zen 4).
 CACHE_BYTES = 1 << 20
@@ -46,13 +46,13 @@ def takes(w: Any) -> bool:
 def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
     """``x @ w.T`` in float32, w seen as a matrix [O, i]: for few rows.
 
-    Each row reads the weights again, after the first one from a cache.
+    Each row reads the weights again; rows after the first read them from a cache.
     """
     rows, outputs = len(x), math.prod(w.shape[:-1])
     tile = math.gcd(outputs, _TILE)
     tiles, x = outputs // tile, x.astype(jnp.float32)
     if rows == 1:
-        # Its dimension is in the weight from the beginning, or every slice would get it anew.
+        # The weight has this dimension from the beginning, or every slice would add it anew.
         lead, spread, x = (-1, tiles, 1, tile), Spread((1, tiles, 1, tile), (0, 1, 2, 3), ()), x[0]
     else:
         lead, spread = (-1, tiles, tile), Spread((1, tiles, rows, tile), (0, 1, 3), (2,))
@@ -71,9 +71,9 @@ class Spread(NamedTuple):
     """Places of two factors' leading dimensions in their product.
 
     Attributes:
-        shape: of the product, but for the lanes.
-        w: its axes that the picked weights have.
-        x: its axes that the inputs have.
+        shape: shape of the product without the lanes.
+        w: axes of the product that the picked weights have.
+        x: axes of the product that the inputs have.
     """
 
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ def multiply(
 
     lead: shape that the outputs of w are seen in. pick: takes the weights to be multiplied from an array
     [*lead, n]. The slice is taken first and the weight then: XLA would copy the weight otherwise. slices:
-    about the most slices.
+    approximate maximum of slices.
     """
     numbers, widen, scale_of = _read(w, lead)
     inputs = w.shape[-1]

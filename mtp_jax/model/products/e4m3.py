@@ -1,4 +1,4 @@
-"""Rows in e4m3 on their way to the kernels that multiply them, and how a mesh splits both."""
+"""Rows in e4m3 for the kernels that multiply them, and the way in which a mesh splits them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,13 @@ from mtp_jax.model.sharding import partition, ways
 
 @dataclass(frozen=True)
 class Rows:
-    """Activations as the products that read them take them.
+    """Activations, plain and quantised, for the products that read them.
 
     Attributes:
         shape: (B, W, D).
-        plain: None if no product takes them so.
-        quantised: rows of each device, its own B * W first, then more that fill tiles; None if no product
-            takes them.
+        plain: the rows as they are; None if every reader takes e4m3.
+        quantised: e4m3 rows of each device: its own B * W, then padding that fills tiles; None if no product
+            takes e4m3.
     """
 
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Operand:
         return Operand(*of_rows(inner))
 
     def flat(self) -> Float[Array, "T D"] | Quantised:
-        """Row by row, as kernels take them."""
+        """The rows along one axis, as kernels take them."""
         if self.scale is None:
             return self.values.reshape(-1, self.values.shape[-1])
         return Quantised(self.values, self.scale)
@@ -86,19 +86,19 @@ def plain(x: Any) -> Float[Array, "B W D"]:
 
 
 def dtype_of(x: Any) -> Any:
-    """The dtype of the rows, from before they were quantised."""
+    """The dtype of the rows before they were quantised."""
     return jnp.bfloat16 if isinstance(x, Rows) and x.plain is None else plain(x).dtype
 
 
 def operand(x: Any) -> Operand:
-    """Rows for a product with a kernel, quantised if they are."""
+    """Rows for a product by a kernel: the quantised rows, if there are any."""
     if isinstance(x, Rows) and x.quantised is not None:
         return Operand(x.quantised.values, x.quantised.scale)
     return Operand(plain(x))
 
 
 def of_rows(inner: str | None = None) -> tuple[Any, Any]:
-    """How quantised rows are split: slots, and perhaps features."""
+    """The PartitionSpecs of quantised rows: by slots, and perhaps by features."""
     return partition("slots", inner), partition(inner, "slots")
 
 

@@ -2,7 +2,7 @@
 
 Products with FP8 weights take their rows in e4m3. A norm, or the kernel that joins the heads' results,
 quantises rows once for all products that read them. A product may leave float32 parts that the next norm
-sums. Both are private to these products.
+sums. Quantised rows and float32 parts stay between these products.
 """
 
 import math
@@ -40,7 +40,7 @@ class HopperProducts(Products):
             routed experts; "attention": attention over the paged cache, ``mla_decode`` in the absorbed form,
             ``mla_prefill`` in the naive, ``mla_low_rank``, which writes the cache, where the queries' product
             takes e4m3, and ``index_scores`` and ``top_k``, which choose rows for sparse attention.
-        strict: whether it is a ConfigError if they cannot.
+        strict: whether a shape that they cannot take is a ConfigError.
     """
 
     kernels: frozenset[str] = PARTS
@@ -61,12 +61,12 @@ class HopperProducts(Products):
         return True
 
     def do_without(self, what: str) -> None:
-        """Raises ConfigError where kernels must attend: there is none for this."""
+        """Raises ConfigError where kernels are required, as there is none for this attention."""
         if self.strict and "attention" in self.kernels:
             raise ConfigError(f"{what} has no kernel: --kernels auto, in Python kernels='auto'")
 
     def takes(self, reader: Reader | Mlp | Moe | None, dtype: Any) -> bool:
-        """Whether kernels compute the reader, its rows in e4m3. dtype: of the rows before."""
+        """Whether a kernel computes this reader from rows in e4m3. dtype: dtype of the rows before."""
         x = jax.ShapeDtypeStruct((1, 1), dtype)
         if isinstance(reader, Moe):
             experts = reader.gate_up, reader.down
@@ -91,7 +91,7 @@ class HopperProducts(Products):
     ) -> tuple[Stream, Rows | Float[Array, "B W D"]]:
         """The stream with its addends summed, and normed, quantised for the readers that take it so.
 
-        The sum is the stream as it came if nothing is added to it and a kernel norms.
+        Without addends a kernel's norm returns the stream as it came.
         """
         x, added = stream(x)
         # Parts are summed to bfloat16.
@@ -125,7 +125,7 @@ class HopperProducts(Products):
         return Stream(whole[0] if added else x, ()), quantised
 
     def add(self, x: Any, *outs: Float[Array, "..."]) -> Stream:
-        """The results are left to the next norm to add, and perhaps to sum."""
+        """Keep results beside the stream, for the next norm to sum and to add."""
         return Stream(constrain(stream(x).x, self.mesh, "slots", None, None), outs)
 
     def tap(self, x: Any) -> Float[Array, "B W D"]:
@@ -133,7 +133,7 @@ class HopperProducts(Products):
         return constrain(plus(*stream(x)), self.mesh, "slots", None, None)
 
     def finish(self, x: Any, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
-        """The norm at the end, of the stream with everything left to be added."""
+        """The norm at the end, of the stream with all addends."""
         return rms_norm(plus(*stream(x)), weight, eps)
 
     def joined(self, x: Float[Array, "B W N v"], o: Weight, absorbed: bool) -> Any:
@@ -146,7 +146,7 @@ class HopperProducts(Products):
 
         def local(x):
             rows = x.reshape(-1, *x.shape[2:])
-            # Absorbed, they come out of a product that leaves them head by head, which spares a transpose.
+            # In the absorbed form a product gives them head by head, which spares a transpose.
             given = rows.swapaxes(0, 1) if absorbed else rows
             rows = norms.quantise(given, blocks_first=absorbed, implementation="mosaic_gpu")
             return rows.values, rows.scale
@@ -163,7 +163,7 @@ class HopperProducts(Products):
     def linear(
         self, x: Any, w: Weight, *, split: Split | None = None, summed: bool = True
     ) -> Float[Array, "..."]:
-        """A product with an FP8 weight by a kernel; rows are in e4m3 with 1x128 blocks, or become so."""
+        """A product with an FP8 weight by a kernel; rows are, or are turned into, e4m3 with 1x128 blocks."""
         if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return super().linear(e4m3.plain(x), w, split=split)
         axes, given = e4m3.axes_of(w, split), e4m3.operand(x)
@@ -203,7 +203,7 @@ class HopperProducts(Products):
 
 
 def can(check: Callable[..., None], *args: Any) -> bool:
-    """Whether the kernel that ``check`` speaks for can do the work."""
+    """Whether the kernel that ``check`` checks can do the work."""
     try:
         check(*args)
     except ValueError:

@@ -18,13 +18,13 @@ from mtp_jax.model.sharding import constrain, ways
 Split = Literal["out", "in"]
 Weight = Float[Array, "*o i"] | Narrow
 Stream = Any
-"""The residual stream [B, W, D] between two stages: an array at first, then as the products keep it."""
+"""The residual stream [B, W, D] between two stages: an array at first, then in the products' own form."""
 Rows = Any
-"""The rows that a norm hands to products: [B, W, D], as the products keep them."""
+"""The rows that a norm hands to products: [B, W, D], in the products' own form."""
 
 
 class Reader(NamedTuple):
-    """A weight whose product reads the rows of a norm; ``split`` as in ``Products.linear``."""
+    """A weight whose product reads the rows of a norm; ``split``: see ``Products.linear``."""
 
     weight: Weight
     split: Split | None = None
@@ -40,7 +40,7 @@ class Products:
 
     Attributes:
         mesh: the mesh of devices; None for one device.
-        loops: whether passes alike are a loop, or unrolled: graphs of launches have no loops.
+        loops: whether equal passes are a loop; else unrolled, as graphs of launches have no loops.
     """
 
     mesh: Mesh | None = None
@@ -51,7 +51,7 @@ class Products:
     def norm(
         self, x: Stream, weight: Float[Array, " D"], eps: float, readers: Readers = ()
     ) -> tuple[Stream, Rows]:
-        """The stream, and its rows normed for ``readers``."""
+        """Return the stream, and its rows normed for ``readers``."""
         return x, rms_norm(x, weight, eps)
 
     def add(self, x: Stream, *outs: Float[Array, "..."]) -> Stream:
@@ -78,7 +78,7 @@ class Products:
         """``x @ w.T``: weights have output features first, as in the checkpoint; narrow weights are expanded.
 
         split: whether ``model`` splits the first output axis or the input features of w. summed: False: a
-        kernel may leave float32 parts, [s, B, W, *o], to be summed; XLA leaves none.
+        kernel may return float32 parts, [s, B, W, *o], still to be summed; XLA never does.
         """
         return self.product(x, w, x.dtype)
 
@@ -94,7 +94,7 @@ class Products:
         return x
 
     def exactly(self, x: Rows, w: Float[Array, "o i"]) -> Float[Array, "*b o"]:
-        """A product in float32, also where the device would rather multiply float32 with fewer bits."""
+        """A product in full float32, also on devices that by default multiply float32 with fewer bits."""
         with jax.default_matmul_precision("highest"):
             return self.product(self.plain(x).astype(jnp.float32), w, jnp.float32)
 
@@ -111,7 +111,7 @@ class Products:
 
     @property
     def head_parts(self) -> int:
-        """Parts of the vocabulary that greedy decoding looks at one after the other.
+        """Logits by parts of the vocabulary, which greedy decoding takes one after the other.
 
         All logits would be a step's largest array, unless devices share them; a quarter of them takes less
         memory than a layer's experts need.

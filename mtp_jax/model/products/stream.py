@@ -1,4 +1,4 @@
-"""The residual stream as the backend with kernels keeps it between two stages."""
+"""The residual stream in the form of the backend with kernels, between two stages."""
 
 import functools
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Stream(NamedTuple):
 
 
 def stream(x: Any) -> Stream:
-    """The stream, whether it has just begun or a stage has left it."""
+    """A ``Stream`` of an array, at the first stage, or of a ``Stream`` as it is."""
     return x if isinstance(x, Stream) else Stream(x, ())
 
 
