@@ -229,7 +229,10 @@ class Step:
                 return verify.greedy(ids, drafts.tokens, count, drafts.parents), healthy
         with jax.named_scope("accept"):
             window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
-            return self.accept(logits, window, drafts, s, self.key.mode, allowed), all_finite(logits)
+            verdict = self.accept(logits, window, drafts, s, self.key.mode, allowed)
+            if drafts.parents is not None and verdict.path is None:
+                raise ConfigError("acceptance at given rates is of chains; this drafter makes trees")
+            return verdict, all_finite(logits)
 
     def _moved(
         self, state: State, rows: Rows, path: Int[Array, "B W"], count: Int[Array, " B"]

@@ -10,19 +10,28 @@ import numpy as np
 import pytest
 
 from mtp_jax.decode import sampling, tree, verify
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.keys import MAX_DRAFTS
-from mtp_jax.decode.state import State
+from mtp_jax.decode.keys import MAX_DRAFTS, Finish
+from mtp_jax.decode.result import emit
+from mtp_jax.decode.state import State, StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
+from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.cache import LayerCache, read_index, read_rows
 from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.nextn import NextNLayers
+from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.stack import Stack
 from tests.decode.planted import COLUMNS, DEPTH, LENGTH, ROWS, SIZE, Planted, Told, World, beginnings, decode
 from tests.models import TINY, gqa
 
 RNG = np.random.default_rng(0)
+INDEX = IndexerConfig(heads=4, dim=8, topk=12, shared=(False, True))
+SPARSE = World(replace(TINY, indexer=INDEX, eos_token_ids=()))
+FP8 = replace(SPARSE, fp8=True)
+PLAIN = World(replace(TINY, eos_token_ids=()))
+GQA = World(replace(gqa(), eos_token_ids=()))
 
 
 def trees(rows: int, drafts: int) -> np.ndarray:
@@ -109,13 +118,23 @@ def test_a_node_counts_the_drafts_on_its_way():
     )
 
 
-# Whole steps
+def test_what_is_on_no_path_ends_nothing():
+    """Results that are not finite, and stop tokens, of nodes beside the path; on it they do."""
+    state = abstract_state(PLAIN.model, build(PLAIN.cfg), StateShape(4, 4, SIZE, 1)).slots
+    s = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
+    stops = s.sampling.stop_mask.at[2, 9].set(True).at[3, 8].set(True)
+    many = jnp.full(4, 99)
+    s = s.replace(active=many > 0, remaining=many, sampling=replace(s.sampling, stop_mask=stops))
+    path = jnp.tile(jnp.array([0, 2, 4, 0, 0]), (4, 1))  # drafts 1 and 3
+    verdict = verify.Verdict(jnp.full(4, 2), jnp.full(4, 7), path)
+    drafts = jnp.tile(jnp.array([9, 5, 9, 8]), (4, 1))
+    healthy = jnp.array([[1, 0, 1, 0, 1], [1, 1, 1, 1, 0], [1] * 5, [1] * 5]).astype(bool)
+    got = emit(verdict, drafts, s, healthy)
+    assert got.tokens[:, :3].tolist() == [[5, 8, 7], [5, 8, -1], [5, 8, 7], [5, 8, -1]]
+    assert got.finish.tolist() == [Finish.RUNNING, Finish.NAN, Finish.RUNNING, Finish.STOP]
 
-INDEX = IndexerConfig(heads=4, dim=8, topk=12, shared=(False, True))
-SPARSE = World(replace(TINY, indexer=INDEX, eos_token_ids=()))
-FP8 = replace(SPARSE, fp8=True)
-PLAIN = World(replace(TINY, eos_token_ids=()))
-GQA = World(replace(gqa(), eos_token_ids=()))
+
+# Whole steps
 
 
 @dataclass
@@ -206,12 +225,13 @@ def test_rows_that_stay_where_they_are_would_show(monkeypatch):
     assert any(got[: len(want)] != want[: len(got)] for got, want in texts)
 
 
-def test_rows_move_in_stacks_of_layers_as_in_layers():
+def test_rows_move_in_stacks_of_layers_and_on_meshes_as_in_layers():
     pages, layers = COLUMNS + 1, 3
-    caches = [
-        LayerCache(*(jnp.asarray(RNG.normal(size=(pages, SIZE, c)), jnp.float32) for c in (4, 2)))
-        for _ in range(layers)
-    ]
+
+    def pages_of(width: int) -> jax.Array:
+        return jnp.asarray(RNG.normal(size=(pages, SIZE, width)))
+
+    caches = [LayerCache((pages_of(4), pages_of(1)), pages_of(2)) for _ in range(layers)]  # FP8 rows are two
     stack = Stack(jax.tree.map(lambda *a: jnp.stack(a), *caches))
     table = jnp.asarray(RNG.permutation(COLUMNS)[None], jnp.int32)
     source, target = jnp.array([[9, 11, 12, 14]]), jnp.array([[-1, 10, 11, 12]])
@@ -224,3 +244,10 @@ def test_rows_move_in_stacks_of_layers_as_in_layers():
             want[[10, 11, 12]] = want[[11, 12, 14]]
             np.testing.assert_array_equal(np.asarray(after)[np.asarray(table)[0]].reshape(want.shape), want)
             np.testing.assert_array_equal(mine[i][:-1], after[:-1])
+    mesh = make_mesh(data=2, model=1)
+    twice = jax.tree.map(lambda a: jnp.concatenate([a, -a]), caches[0])
+    given = [jnp.concatenate([a, a]) for a in (table, source, target)]
+    split = jax.jit(xla_cpu(mesh).move)(twice, *given)
+    for a, b in zip(*map(jax.tree.leaves, (split, got[1])), strict=True):
+        np.testing.assert_array_equal(a[:COLUMNS], b[:-1])
+        np.testing.assert_array_equal(a[pages:-1], -b[:-1])
