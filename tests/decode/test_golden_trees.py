@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import load
+from mtp_jax.decode import step
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
@@ -42,8 +44,10 @@ def programs(cfg: ModelConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
             seen.append((accept_drafts(logits, *rest), logits))
             return seen[0][0]
 
-        step = Step(model, drafter, StepKey(ROWS, WIDTH - 1, 1, mode), accept)
-        _, result = step.verify(params, state, drafts, None)
+        # With log-probabilities, as a greedy step keeps no logits.
+        key = StepKey(ROWS, WIDTH - 1, 1, replace(mode, logprobs=0))
+        with mock.patch.object(step, "accept_drafts", accept):
+            _, result = Step(model, drafter, key).verify(params, state, drafts, None)
         return result.packed, *seen[0], _windows(state, drafts, 1).view.visible.mask(WIDTH, PAGE)
 
     key = StepKey(0, 0, 1, mode, tokens=PROMPT, prompts=ROWS)
