@@ -1,7 +1,7 @@
-"""Least bytes and operations of a launch: the cost of speculation where reading weights takes the time.
+"""Least bytes and operations of a launch: the cost of speculation where most time goes to reading weights.
 
-Weights once per pass, the experts that its rows visit, the cached rows of the bucket, two operations per
-weight and row. Activations count as free.
+Counted are weights once per pass, the experts that its rows visit, the cached rows of the bucket, and two
+operations per weight and row. Activations count as free.
 """
 
 import math
@@ -28,7 +28,7 @@ class Size:
 
     Attributes:
         always: bytes or weights that every pass touches.
-        expert: one routed expert, summed over the part's MoE layers.
+        expert: bytes or weights of one routed expert, summed over the part's MoE layers.
     """
 
     always: int
@@ -53,7 +53,7 @@ def count(weights: PyTree) -> int:
 
 
 def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
-    """One decoder block."""
+    """The size of one decoder block."""
     if not isinstance(layer.mlp, Moe):
         return Size(size(layer))
     routed = size(layer.mlp.routed)
@@ -61,22 +61,22 @@ def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
 
 
 def of_trunk(params: Params, size: Measure = nbytes) -> Size:
-    """Decoder blocks and final norm, without tables: an embedding costs only its rows."""
+    """The size of decoder blocks and final norm, without tables: an embedding costs only its rows."""
     return sum((of_layer(p, size) for p in params.layers), Size(size(params.norm)))
 
 
 def of_head(params: Params, size: Measure = nbytes) -> Size:
-    """The vocabulary table behind the logits."""
+    """The size of the vocabulary table for the logits."""
     return Size(size(params.table))
 
 
 def of_nextn(p: NextN, size: Measure = nbytes) -> Size:
-    """One NextN layer without its tables."""
+    """The size of one NextN layer without its tables."""
     return of_layer(p.layer, size) + Size(size(p.merging))
 
 
 def of_entries(p: NextN, size: Measure = nbytes) -> Size:
-    """The parameters of a NextN layer that make its entries of the cache."""
+    """The size of a NextN layer's parameters that make its entries of the cache."""
     return Size(size(p.entries))
 
 
@@ -100,7 +100,7 @@ class Part:
 
     @classmethod
     def of(cls, part: Callable[[_T, Measure], Size], params: _T) -> "Part":
-        """A part of some parameters, measured both ways."""
+        """A part of some parameters, with its bytes and its number of weights."""
         return cls(part(params, nbytes), part(params, count))
 
 
@@ -116,9 +116,9 @@ def of_launch(
     """The work of one launch of an executable, over all devices; padding counts, as it is computed too.
 
     The trunk runs over windows of depth + 1 tokens and the chunk, its head over the windows and the last row
-    of each prompt; NextN and the head once per draft, one row each; and, to extend the NextN cache over
-    windows and chunk, all of each layer but the last, of which only the rows. Layers but the first also write
-    their row of the newest token. Without drafts the windows' NextN entries are deferred.
+    of each prompt; NextN and the head once per draft, one row each; and all NextN layers but the last over
+    windows and chunk, to extend the NextN cache; the last computes its entries only. Layers after the first
+    also write their entry of the newest token. Without drafts the windows' NextN entries are deferred.
 
     visited: number of different experts of a layer that n rows visit; None: ``expected_experts``.
     """
@@ -128,11 +128,11 @@ def of_launch(
     rows_only = [Part.of(of_entries, p) for p in params.nextn]
     head, trunk = Part.of(of_head, params), Part.of(of_trunk, params)
     cached = key.pages * page_size
-    # Layers that attend: a NextN layer's own, or none, where only rows are written.
+    # Number of layers that attend: 0 where a NextN layer only writes entries.
     own, none = range(cfg.num_hidden_layers, cfg.num_hidden_layers + 1), range(0)
 
     def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
-        """One pass over rows: (sequences, tokens in each)."""
+        """Add one pass over rows: (sequences, tokens in each)."""
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
@@ -140,14 +140,14 @@ def of_launch(
         return Work(part.bytes.touched(experts), 2 * count * active) + attending
 
     def attend(layer: int, rows: tuple[int, int]) -> Work:
-        """Attention of windows over the cached rows of their slots."""
+        """Add attention of windows over the cached rows of their slots."""
         slots, width = rows
         a = attention(cfg, layer, width, cached)
         values = a.rows * cfg.row.width + a.keys * (cfg.indexer.dim if cfg.indexer else 0)
         return Work(slots * values * itemsize, slots * (a.flops + a.scoring))
 
     def extend(rows: tuple[int, int]) -> list[Work]:
-        """The NextN rows of known tokens: of the last layer nothing but its rows."""
+        """Add the NextN entries of known tokens; the last layer computes its entries only."""
         passes = [run(p, own, rows) for p in nextn[:-1]]
         return [*passes, *(run(p, none, rows) for p in rows_only[-1:])]
 

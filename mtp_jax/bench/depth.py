@@ -17,11 +17,11 @@ from mtp_jax.json_object import JsonObject
 
 @dataclass(frozen=True)
 class Decode:
-    """One depth over all prompts.
+    """Results of one depth over all prompts.
 
     Attributes:
-        seconds: per prompt, from the first token to the last.
-        tokens: decoded in that time, all prompts together.
+        seconds: for each prompt, from the first token to the last.
+        tokens: tokens decoded in that time, all prompts together.
         speculation: counts of all prompts.
         texts: output ids per prompt.
     """
@@ -42,7 +42,7 @@ def decode_alternating(
 ) -> dict[int, Decode]:
     """Decode every prompt at every depth before the next prompt, the depths in rotating order.
 
-    The first prompt is run once more before, so that no measured run is an engine's first.
+    The first prompt also runs once before, so that no measured run is an engine's first.
     """
     runs: dict[int, list[Request]] = {depth: [] for depth in engines}
     order = list(engines)
@@ -69,7 +69,7 @@ def _decode(requests: list[Request]) -> Decode:
 
 
 def speedup(plain: Decode, other: Decode) -> Spread:
-    """Per prompt the time of ``plain`` over that of ``other``."""
+    """For each prompt the time of ``plain`` over the time of ``other``."""
     return Spread.of([a / b for a, b in zip(plain.seconds, other.seconds, strict=True)])
 
 
@@ -89,7 +89,7 @@ def run(
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
     for temperature in temperatures:
-        SamplingParams(temperature=temperature)  # refuses a bad temperature before any is measured
+        SamplingParams(temperature=temperature)  # refuses a bad temperature before the measurement
     given = prompts_for(subject, prompts, prompt_tokens)
     engines = {d: subject.engine(d, 1, prompt_tokens + max_tokens) for d in depths}
     figures = []

@@ -32,9 +32,9 @@ class Subject:
     dtype: Dtype
 
     def engine(self, depth: int, slots: int, max_model_len: int, adaptive: bool = False) -> Engine:
-        """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
+        """An engine of one depth; at depth 0 it lacks the NextN layers, so that they cost nothing.
 
-        It keeps no prefixes: the same prompts are measured again and again. Raises ConfigError for a depth
+        It keeps no prefixes, as the same prompts are measured repeatedly. Raises ConfigError for a depth
         above 0 of a model without NextN layers.
         """
         sizes = EngineConfig(
@@ -56,9 +56,9 @@ def directory_of(model: str) -> Path:
 
 
 def load(model: str, drafts: bool = True) -> Subject:
-    """ "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
+    """ Load "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
 
-    drafts: whether it needs NextN layers.
+    drafts: whether the measurement needs NextN layers.
     """
     directory = directory_of(model)
     on_cpu = jax.default_backend() == "cpu"
@@ -71,7 +71,7 @@ def load(model: str, drafts: bool = True) -> Subject:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of equal length, and where they come from."""
+    """Prompts of equal length, and their origin."""
 
     ids: list[list[int]]
     source: str

@@ -35,7 +35,7 @@ _NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STOR
 
 @dataclass(frozen=True)
 class Stored:
-    """Tensors of one dtype: how many, their elements and their bytes."""
+    """Tensors of one dtype: their number, elements and bytes."""
 
     tensors: int
     elements: int
@@ -51,9 +51,9 @@ class Summary:
         config: the model, with the NextN layers that are present.
         nextn_layout: where the drafter is: "in place", "lmsys NextN", "xLLM export", "Orbax", "EAGLE-3" or
             "declared" where there is no tensor at all; None without any.
-        files: how many safetensors files there are.
+        files: number of safetensors files.
         stored: tensors on disk that will be read, by dtype ("BF16", "F8_E4M3", ...).
-        parameters: number in the trunk, embedding and head included (a tied one once).
+        parameters: number in the trunk, embedding and head included (tied tables count once).
         active_parameters: number in the trunk that one token uses.
         nextn_parameters: number in the NextN layers without copies of the trunk's embedding and head, or in
             the draft head.
@@ -86,7 +86,7 @@ class Summary:
         return sum(s.nbytes for s in self.stored.values())
 
     def text(self) -> str:
-        """The summary as lines for people."""
+        """The summary as lines of text."""
         c = self.config
         moe = sum(map(c.is_moe, range(c.num_hidden_layers)))
         kinds = ", ".join("MoE" if m else "dense" for m in c.nextn_moe)
@@ -124,7 +124,7 @@ def _head(head: Eagle3Config, layout: str | None) -> str:
 
 
 def by_dtype(nbytes: dict[str, int]) -> str:
-    """Byte counts by dtype, for people."""
+    """Byte counts by dtype, as text."""
     return ", ".join(f"{_size(n)} as {k}" for k, n in nbytes.items())
 
 
@@ -137,11 +137,10 @@ def summarise(
 ) -> Summary:
     """Check a folder in Hugging Face layout, or an Orbax folder, and count its tensors; no weights are read.
 
-    A folder without weights is described as its config.json declares it. num_nextn_layers: how many NextN
-    layers to count; None for all. devices: of the mesh that weights are split over. draft_captures: as for
-    ``load``.
-    Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that does not divide
-    over the devices.
+    A folder without weights is described as its config.json declares it. num_nextn_layers: number of NextN
+    layers to count; None for all. devices: number of devices over which weights are split. draft_captures: as
+    for ``load``. Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that
+    does not divide over the devices.
     """
     stored: dict[str, Stored] = {}
     if is_orbax(model_dir):
@@ -189,7 +188,7 @@ def _has_no_weights(path: Path) -> bool:
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
     """The model that config.json promises.
 
-    If it announces FP8, every weight that may have it is taken to; if int4, the experts.
+    If it announces FP8, every weight that may be FP8 counts as FP8; if int4, the experts count as int4.
     """
     cfg, raw = read_config(path)
     if num_nextn_layers is not None:
@@ -270,7 +269,7 @@ def _add(stored: dict[str, Stored], name: str, elements: int, nbytes: int) -> No
 
 
 def _size(nbytes: int) -> str:
-    """A byte count for people: four digits and a unit."""
+    """A byte count as text: four digits and a unit."""
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
