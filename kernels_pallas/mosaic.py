@@ -1,7 +1,7 @@
-"""The few operations a Mosaic GPU kernel has to write differently when Pallas interprets it.
+"""Operations that a Mosaic GPU kernel must write differently when Pallas interprets it.
 
-The interpreter knows no register layouts and starts every accumulator at zero. Everything else of a kernel -
-control flow, shared memory, copies, barriers - is the same compiled and interpreted.
+The interpreter knows no register layouts and starts every accumulator at zero. All other parts of a kernel
+(control flow, shared memory, copies, barriers) are the same compiled and interpreted.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Interpreter(Protocol):
 
     @property
     def detect_races(self) -> bool:
-        """Whether it looks for races."""
+        """Whether the interpreter detects races."""
         ...
 
 
@@ -37,7 +37,7 @@ WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COLUMN = WGMMA.reduce(0)
 
-# Numbers in lines: a warp has a line, or every fourth one of many; each lane has a number of it.
+# Layout of lines: a warp holds a line, or every fourth of many lines; each lane holds a number of it.
 LINE = 32
 LINES_OF = plgpu.Layout.TILED(Tiling(((4, LINE), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 LINE_OF = LINES_OF.reduce(0)
@@ -88,7 +88,7 @@ class Warpgroup:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
     def iota_of(self, shape: tuple[int, ...], axis: int, layout: Layout) -> jax.Array:
-        """The same in any layout."""
+        """Row or column numbers in any layout."""
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
@@ -96,7 +96,7 @@ class Warpgroup:
     def product(self, shape: tuple[int, int], *pairs: Callable[[], tuple[Ref, Ref]]) -> jax.Array:
         """Sum of ``a @ b.T`` over pairs of shared-memory refs, float32 of ``shape``.
 
-        A pair is a function: refs have to be indexed inside the scope that uses them.
+        A pair is given as a function, because refs have to be indexed inside the scope that uses them.
         """
         if self.interpreted and not _JAX_0_11:
             operands = [pair() for pair in pairs]
@@ -146,7 +146,7 @@ def per_row(x: jax.Array, columns: int) -> jax.Array:
 
 
 def load(ref: Ref, index: Index, layout: Layout) -> jax.Array:
-    """Straight from global memory into registers."""
+    """Load from global memory straight into registers."""
     read: Any = plgpu.load
     if jax.__version_info__ < (0, 11):
         return read(ref, index, layout=layout, optimized=False)

@@ -1,4 +1,4 @@
-"""Who computes an operation, and refusals of inputs that a kernel cannot take."""
+"""The choice of an operation's implementation, and errors for inputs that a kernel cannot take."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ import jax
 Implementation = Literal["xla", "mosaic_gpu"]
 
 Described = jax.Array | jax.ShapeDtypeStruct
-"""An array, or its shape and dtype: a check needs no more."""
+"""An array, or its shape and dtype: the input of a check."""
 
 
 def need(kernel: str, *needs: tuple[str, object, tuple[object, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""Activations as products with FP8 weights take them: e4m3 values, and a scale for each block of a row."""
+"""Activations for products with FP8 weights: e4m3 values, and a scale for each block of a row."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class Quantised:
 
     Attributes:
         values: e4m3 [M, K].
-        scale: float32 [K / 128, M]: of the same block of neighbouring rows side by side.
+        scale: float32 [K / 128, M]: scales of a block number lie side by side for neighbouring rows.
     """
 
     values: Float[Array, "M K"]
@@ -40,7 +40,7 @@ class Quantised:
         return self.values.astype(jnp.float32) * jnp.repeat(self.scale.T, BLOCK, axis=-1)
 
     def padded(self, rows: int) -> "Quantised":
-        """The same rows, with zeros up to a multiple of ``rows`` rows."""
+        """The rows, with zeros up to a multiple of ``rows`` rows."""
         more = -self.shape[0] % rows
         if not more:
             return self

@@ -1,4 +1,4 @@
-"""Which cached rows each token of a window attends to: one type for both attention kernels and for XLA."""
+"""The cached rows that each token of a window attends to: one type for both attention kernels and XLA."""
 
 from dataclasses import dataclass, replace
 
@@ -12,16 +12,16 @@ MAX_AHEAD = 31
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Window:
-    """Rows of each slot that its window tokens see: a range that all see, and each token's rows behind it.
+    """Rows of each slot that its window tokens see: a range for all tokens, then rows of each token.
 
     A slot's rows are numbered in order. Tokens from ``count`` on see nothing: they are padding, or their slot
-    is idle. The kernel's results for them are finite and mean nothing.
+    is idle. The kernel's results for them are finite but undefined.
 
     Attributes:
-        first: first row that exists, int32 [B].
+        first: first row of the slot, int32 [B].
         length: all tokens see the rows from ``first`` up to, not including, this one, int32 [B]. The row of
             the window's first token is among them, because the other tokens follow it.
-        count: tokens that see anything, int32 [B].
+        count: number of tokens that see rows, int32 [B].
         ancestors: int32 [B, W]; bit i is set if the token also sees row ``length + i``, i < 31. None: a
             chain, of any length, in which token t sees the next t rows.
     """
@@ -37,7 +37,7 @@ class Window:
         return jnp.where(self.count > 0, jnp.maximum(self.length + more, 0), 0)
 
     def seen_ahead(self) -> jax.Array:
-        """The bits of ``ancestors`` that are set for some token of the slot, int32 [B]."""
+        """The bits of ``ancestors`` that are set for at least one token of the slot, int32 [B]."""
         assert self.ancestors is not None, "a chain has no bits; ask `bits` for it"
         counts = jnp.arange(self.ancestors.shape[1]) < self.count[:, None]
         return jnp.bitwise_or.reduce(jnp.where(counts, self.ancestors, 0), axis=1)
@@ -66,7 +66,7 @@ class Window:
         return (row < length) | (bit & 1 == 1)
 
     def bits(self, width: int, rows: int) -> "Window":
-        """The same with ``ancestors`` of ``width`` tokens, in a cache of ``rows`` rows; idle slots see none.
+        """The window with ``ancestors`` of ``width`` tokens, in a cache of ``rows`` rows; none in idle slots.
 
         Raises ValueError for a chain of more tokens than there are bits.
         """
@@ -75,7 +75,7 @@ class Window:
         token = jnp.arange(width)
         ancestors = self.ancestors
         if ancestors is None:
-            # 2^t - 1 without 2^31, which int32 has not.
+            # 2^t - 1 without 2^31, which int32 cannot hold.
             ancestors = (1 << jnp.minimum(token, 30)) - 1 | jnp.where(token > 30, 1 << 30, 0)
         length = jnp.where(self.count > 0, jnp.clip(self.length, 0, rows), 0)
         exist = jnp.where(rows - length > 30, 2**31 - 1, (1 << jnp.clip(rows - length, 0, 30)) - 1)
@@ -83,14 +83,14 @@ class Window:
         return replace(self, length=length, ancestors=ancestors.astype(jnp.int32))
 
     def shifted(self, start: jax.Array | int) -> "Window":
-        """The same of rows numbered from row ``start`` on."""
+        """The window with rows numbered from row ``start`` on."""
         return replace(self, first=self.first - start, length=self.length - start)
 
 
 def chain(start: jax.Array, count: jax.Array | int, first: jax.Array | int = 0) -> Window:
     """Tokens in rows ``start``, ``start + 1``, ... [B], ``count`` of them: each sees the rows up to its own.
 
-    first: the first row that exists.
+    first: first row of the slot.
     """
     whole = jnp.zeros_like(start)
     return Window(whole + first, start + 1, whole + count)

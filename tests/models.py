@@ -236,10 +236,11 @@ class Reference:
 _PROGRAMS: dict[Any, Programs] = {}
 
 
-def _shared(programs: Programs, suffix_drafts: bool) -> Programs:
+def _shared(programs: Programs) -> Programs:
     """The programs of the first engine whose programs were made of the same."""
     leaves, tree = jax.tree.flatten((programs._params, programs._state))
-    return _PROGRAMS.setdefault((programs.model, suffix_drafts, tree, tuple(leaves)), programs)
+    made_of = programs.model, programs.drafter, programs.law, tree, tuple(leaves)
+    return _PROGRAMS.setdefault(made_of, programs)
 
 
 @contextmanager
@@ -249,8 +250,7 @@ def sharing_programs() -> Iterator[None]:
 
     def sharing(self: LocalRunner, *given: Any) -> None:
         init(self, *given)
-        *_, suffix_drafts = given
-        self.programs = _shared(self.programs, suffix_drafts)
+        self.programs = _shared(self.programs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalRunner, "__init__", sharing)
@@ -285,7 +285,7 @@ def make_engine(
     enough = replace(sizes, num_pages=None)
     roomy = enough.pages_per_shard(data_size(mesh)) > sizes.pages_per_shard(data_size(mesh))
     runner = make_runner(cfg, params, enough if roomy else sizes, mesh)
-    runner.programs = _shared(runner.programs, sizes.suffix_drafts)
+    runner.programs = _shared(runner.programs)
     return Engine(cfg, sizes, runner, grammars)
 
 

@@ -17,7 +17,7 @@ PAGE = mosaic_gpu.PAGE
 
 # Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
 _PROCESSORS = 132
-# The cost of a split beside its rows - loading queries, an output to merge - in steps of two pages.
+# The cost of a split beside its rows (loading queries, merging an output), in steps of two pages.
 _SPLIT_COST = 3
 # Parts that XLA merges in one launch, because `merge` writes them out one by one.
 _WRITTEN_OUT = 32
@@ -42,20 +42,20 @@ def mla_decode(
         q: queries in the latent space, [B, W, N, C].
         q_rope: their rope part, [B, W, N, R].
         pages: the cache, [P, S, C + R], latent first; or FP8 rows, the two arrays that `fp8_rows.pack` makes.
-            Rows that no token sees may hold anything, NaN too.
+            Rows that no token sees may hold any value, NaN too.
         page_table: pages of each slot in order, int32 [B, n]; every entry must be a page of the cache.
-        visible: rows each token attends to, of the n * S of its slot.
+        visible: rows that each token attends to, among the n * S rows of its slot.
         scale: factor of the scores before the softmax.
         implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, pages of 64 rows, and N a
             multiple of 8.
-        splits: parts of a slot's rows that run at the same time; None chooses.
-        in_place: the result may take the memory of q, which nothing else reads; it does where slots are not
-            split, with jax 0.11 or newer.
+        splits: number of parts of a slot's rows that run at the same time; None: chosen.
+        in_place: whether the result may take the memory of q, which no other operation may read then; it does
+            where slots are not split, with jax 0.11 or newer.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
         The mixed latents of each head, [B, W, N, C], of q's dtype; zero in idle slots. Tokens that see
-        nothing cost no page, unless they share a thread block with a token that sees some.
+        nothing cost no page, unless they share a thread block with a token that sees rows.
 
     Raises:
         ValueError: inputs that the implementation cannot take.
@@ -94,9 +94,9 @@ def mla_decode(
 
 
 def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Outputs [splits, ..., C] of disjoint parts of the rows, by the log2 of their sums of exponentials.
+    """Merge outputs [splits, ..., C] of disjoint parts of rows by log2 of their sums of exponentials.
 
-    Few are written out: XLA makes one launch of them, where reductions over the parts make two to four.
+    A few parts are added one by one: XLA compiles that to one launch, reductions to two to four.
     """
     if len(lse) > _WRITTEN_OUT:
         weights = jnp.exp2(lse - lse.max(axis=0))[..., None]
@@ -111,7 +111,7 @@ def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
 def choose_splits(blocks: int, columns: int) -> int:
     """Splits that finish soonest if slots fill ``columns`` pages; unsplit, ``blocks`` thread blocks run.
 
-    The launches that merge many parts are taken to cost the same as a split.
+    The launches that merge many parts are assumed to cost as much as a split.
     """
     steps = -(-columns // mosaic_gpu.COMPUTE)
 

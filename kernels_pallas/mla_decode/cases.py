@@ -22,8 +22,8 @@ class Shape:
     """Slots with ``lengths`` rows before their windows of ``window`` tokens, on a device with some heads.
 
     Attributes:
-        counts: tokens of each slot's window that see anything; None: all. The rest get zeros where all of
-            their thread block see nothing.
+        counts: number of tokens of each slot's window that see rows; None: all. Other tokens get zeros if
+            their whole thread block sees no row.
     """
 
     heads: int
@@ -114,7 +114,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def rows_seen(shape: Shape) -> Window:
-    """A causal window; of a second NextN layer, the rows of every other draft and no first two rows."""
+    """The rows seen in a causal window; by a second NextN layer every other draft, not the first two rows."""
     length = jnp.array(shape.lengths, jnp.int32)
     if not shape.nextn:
         counts = jnp.where(length < 0, 0, shape.window) if shape.counts is None else jnp.array(shape.counts)
@@ -124,7 +124,7 @@ def rows_seen(shape: Shape) -> Window:
 
 
 def work(shape: Shape) -> Work:
-    """Two products over every visible row; every row, query and output moved once."""
+    """The least work: two products over visible rows; every row, query and output moved once."""
     counts = shape.counts or (shape.window,) * len(shape.lengths)
     windows = tuple(zip(shape.lengths, counts, strict=True))
     visible = [max(0, n + 1 + w) for n, count in windows for w in range(count)]

@@ -3,9 +3,9 @@
     words, uint16    [C / 2: e4m3 latents c and c + C / 2 | R: bfloat16 rope dimensions]
     scales, float32  [one for each 128 latents]
 
-The contents are FlashMLA's and vLLM's "fp8_ds_mla", the order is our own: a word's two latents go
-to the same place in the two halves of a bfloat16 row, so that the kernel expands a page where it lies. Scales
-are apart because a swizzled copy wants rows of whole 128 bytes.
+The contents are those of FlashMLA's and vLLM's "fp8_ds_mla", the order is our own: a word's two latents go to
+the same place in the two halves of a bfloat16 row, so that the kernel expands a page where it lies. Scales
+are apart because a swizzled copy needs rows of a multiple of 128 bytes.
 
 Rows of other attention are stored in the same way: its keys and values stand for latents, with a scale for
 each head of them.
@@ -26,7 +26,7 @@ Rows = tuple[jax.Array, jax.Array]
 def pack(rows: jax.Array, rank: int, block: int = BLOCK) -> Rows:
     """Rows [..., C + R] as (words [..., C / 2 + R], scales [..., ceil(C / block)]); C = ``rank`` is even.
 
-    A row that is not finite stays so: the scale of its block is NaN or infinite.
+    A row that is not finite stays not finite: the scale of its block is NaN or infinite.
     """
     latent, rope = jnp.split(rows, [rank], axis=-1)
     latent = latent.astype(jnp.float32)

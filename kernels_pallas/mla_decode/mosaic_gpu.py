@@ -4,13 +4,15 @@ Source: github.com/deepseek-ai/FlashMLA, docs/20250422-new-kernel-deep-dive.md.
 
 A thread block owns 64 query rows (window token x head) of one slot and one split of its cached rows. The
 output, 64 x 512 in float32, fills half the register file, so two compute warpgroups hold one half each. Per
-step they take two pages: each scores one, publishes its probabilities in shared memory - over the page's
-rope part, dead by then - and both multiply both pages into their half. A third warpgroup copies the pages.
+step they take two pages: each scores one, writes its probabilities to shared memory, over the page's rope
+part, which is not needed any more, and both multiply both pages into their half. A third warpgroup copies the
+pages.
 
-A page comes and goes in three pieces: its two halves, each of one warpgroup's output, and its rope part.
-Scores begin when the first half is there, and the next page's half comes when its warpgroup is done with it.
+A page is copied in three pieces: its two halves, one for each warpgroup's output, and its rope part. Scores
+begin when the first half has arrived; a half of the next page is copied when its warpgroup has finished with
+the present one.
 
-A page of FP8 rows arrives as words over its second half; who scores it expands it in place.
+A page of FP8 rows arrives as words over its second half; the warpgroup that scores it expands it in place.
 """
 
 from functools import partial
@@ -34,13 +36,13 @@ LOG2E = 1.4426950408889634
 # The bits of an e4m3 number in the place of a float16's are 2^-8 of it, also of a subnormal number.
 E4M3_IN_F16 = 256.0
 
-# A kernel of jax 0.10 cannot write to its inputs.
+# With jax 0.10 a kernel cannot write to its inputs.
 CAN_REUSE = jax.__version_info__ >= (0, 11)
 
-# A maximum of nothing; finite, so that differences of it are not NaN.
+# The maximum of no scores; finite, so that differences of it are not NaN.
 NOTHING = -1e30
 
-# Scores' peak, sum of exponentials over the own pages, output: a warpgroup's values per row.
+# A warpgroup's values per row: peak of scores, sum of exponentials over its own pages, output.
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 # Lines of the integer array that describes the rows of a slot that a thread block reads.
@@ -68,8 +70,8 @@ def mla_decode(
         pages: [P, 64, 576] bf16, or FP8 rows: [P, 64, 320] uint16 and [P, 64, 4] float32.
         page_table: [B, n] int32.
         rows: [4, B, M / m] int32: the first row, the end of the rows that all tokens see, the end of the rows
-            that any sees, and bits: which rows between the two ends some token sees. A block whose last end
-            is 0 reads no page, and gives zeros.
+            that any sees, and bits for the rows between the two ends that some token sees. A block whose last
+            end is 0 reads no page, and gives zeros.
         ahead: [B, M / m, 64] int32, m of `rows_per_block`; the first m of a block: bit i is set if the query
             row sees cached row ``length + i``.
         scale: factor of the scores.
@@ -99,15 +101,15 @@ def mla_decode(
     ) -> None:  # fmt: skip
         block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
         num_pages = lax.div(rows_ref[END, slot, block] + (PAGE - 1), PAGE)
-        # Pages from one to, not including, the other are seen whole.
+        # All tokens see the pages from the first to, not including, the second.
         whole_from = lax.div(rows_ref[FIRST, slot, block] + (PAGE - 1), PAGE)
         whole_to = lax.div(rows_ref[LENGTH, slot, block], PAGE)
         all_steps = lax.div(num_pages + (COMPUTE - 1), COMPUTE)
         share = lax.div(all_steps + (splits - 1), splits)
         start = split * share
         steps = jnp.maximum(jnp.minimum(start + share, all_steps) - start, 0)
-        # A page of fewer than 64 rows: the rest is computed from the contents of shared memory, and never
-        # stored.
+        # In a page of fewer than 64 rows, further rows are computed from whatever shared memory holds, and
+        # not stored.
         mine, local = pl.ds(block * count, count), pl.ds(0, count)
 
         def copy() -> None:
@@ -171,7 +173,7 @@ def mla_decode(
             plgpu.commit_smem()
 
         def scores(buffer: int, page: jax.Array) -> jax.Array:
-            # Asked for before the wait for the page, which covers theirs.
+            # Requested before the wait for the page, which hides their latency.
             if fp8:
                 scales = scales_of(page)
                 plgpu.barrier_wait(latent_ready.at[piece(buffer, 1)])
@@ -196,7 +198,7 @@ def mla_decode(
                     bit = lax.shift_right_logical(bits, jnp.clip(row - length, 0, 31)) & 1
                     return (row >= first) & ((row < length) | (bit == 1))
 
-                # Rows nobody sees may hold NaN, which a probability of zero does not silence.
+                # Rows that no token sees may hold NaN, which a probability of 0 does not silence.
                 def silence(j: jax.Array, _: None) -> None:
                     part = latent_s.at[buffer, lax.div(j, PARTS), :, pl.ds(lax.rem(j, PARTS) * ROPE, ROPE)]
                     row = wg.iota((PAGE, ROPE), 0) + page * PAGE
@@ -208,7 +210,7 @@ def mla_decode(
                 bits = per_row(wg.row(ahead_s), PAGE)
                 return jnp.where(visible(row, bits), s, -jnp.inf)
 
-            # Only the pages at either end pay for a mask.
+            # Only the first and the last pages need a mask.
             at_edge = (page >= whole_to) | (page < whole_from)
             return lax.cond(at_edge, masked, lambda s: s, s)
 
@@ -234,12 +236,12 @@ def mla_decode(
             plgpu.barrier_arrive(sums_ready)
             plgpu.barrier_wait(sums_ready)
             total = jnp.maximum(wg.row(sum_s.at[0]) + wg.row(sum_s.at[1]), 1e-30)
-            # Nobody reads the pages any more: the output leaves through their memory.
+            # No warpgroup reads the pages any more, so the output is stored through their memory.
             latent_s[half, half, :, :] = (acc * per_row(1 / total, HALF)).astype(q.dtype)
             if half == 0:
                 decay_s[half, :] = peak + jnp.log2(total)
             plgpu.commit_smem()
-            # In place of the queries: only this thread block reads them, and both halves have done so.
+            # Over the queries, which only this thread block reads, and both halves have read.
             out = out_refs[0].at[split] if out_refs else q_ref
             columns = pl.ds(half * HALF, HALF)
             plgpu.copy_smem_to_gmem(latent_s.at[half, half, local], out.at[slot, mine, columns])
@@ -317,7 +319,7 @@ def mla_decode(
             plgpu.Barrier(num_barriers=COMPUTE),
             plgpu.Barrier(num_arrivals=COMPUTE),
         ],
-        # The last axis starts first: blocks that read the same pages run side by side and share the L2 cache.
+        # The last axis starts first, so that blocks with the same pages run together and share the L2 cache.
         grid=(slots, splits, height // count),
         grid_names=("slot", "split", "block"),
         num_threads=COMPUTE + 1,
@@ -334,10 +336,10 @@ def mla_decode(
 
 
 def piece(buffer: int, half: int) -> int:
-    """The number of one half of a page among the barriers of both."""
+    """The index of a half of a page among the barriers of both halves."""
     return buffer * COMPUTE + half
 
 
 def rows_per_block(height: int) -> int:
-    """Query rows of a thread block: the most, up to 64, that divide ``height`` and fill tiles of 8."""
+    """Query rows of a thread block: the largest multiple of 8 up to 64 that divides ``height``."""
     return max(rows for rows in range(8, ROWS + 1, 8) if height % rows == 0)

@@ -1,1 +1,1 @@
-"""Everything between MLA's low-rank projections and their readers: norms, a rotation, the cache write."""
+"""The work between MLA's low-rank projections and their readers: norms, a rotation, the cache write."""

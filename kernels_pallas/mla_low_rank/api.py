@@ -32,16 +32,16 @@ def mla_low_rank(
     arXiv 2405.04434, eqs. 9 to 15, without the products.
 
     Args:
-        q: queries' low rank as its projection leaves it, or the float32 parts of it to be summed.
+        q: result of the queries' low-rank projection, or the float32 parts of it to be summed.
         kv: likewise the rows [latent | key], C + R with R = 2r.
         q_norm: weight of q's norm.
         kv_norm: weight of the latents' norm.
-        angles: cosines and sines of every token, float32; apart, as XLA has them before it stacks them.
-        pages: the cache, which must not be read again. None: the rows are wanted, not written.
+        angles: cosines and sines of every token, float32; two arrays, as XLA has them before it stacks them.
+        pages: the cache, which the caller must not use again. None: rows are returned, not written.
         page_table: pages of each slot in order, int32.
         positions: row of its slot that each token is written to, int32; one outside the slot's pages is not.
         eps: added to the mean squares.
-        interleaved: a pair's numbers are neighbours; otherwise they come from the two halves of the R.
+        interleaved: whether a pair's numbers are neighbours; else they come from the two halves of R.
         implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, and K a multiple of 512 up to
             8192; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.

@@ -26,7 +26,7 @@ class Shape:
         page: rows per page.
         columns: pages per slot.
         written: whether rows go to the cache; otherwise they are returned.
-        interleaved: how the key's dimensions pair up.
+        interleaved: whether pairs of the key's dimensions are neighbours.
     """
 
     window: int
@@ -70,7 +70,7 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def _run(shape: Shape, *inputs: Any, **options: Any) -> tuple[Array, ...]:
-    """Results without the rows that only fill tiles."""
+    """The results without padding rows."""
     low, out = mla_low_rank(*inputs, eps=1e-6, interleaved=shape.interleaved, **options)
     tokens = len(shape.lengths) * shape.window
     return low.values[:tokens], low.scale[:, :tokens], out
@@ -101,6 +101,6 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def work(shape: Shape) -> Work:
-    """Both projections' results read once, e4m3 values and rows written."""
+    """The least work: results of both projections read once, e4m3 values and rows written."""
     each = shape.q_rank * ((4 * shape.q_parts or 2) + 1) + ROW * ((4 * shape.kv_parts or 2) + 2)
     return Work(flops=0, bytes=len(shape.lengths) * shape.window * each, format="bf16")

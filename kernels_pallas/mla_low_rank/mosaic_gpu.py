@@ -1,7 +1,7 @@
-"""A warpgroup per token for its queries' low rank, and one for its row of the cache; neither needs the other.
+"""A warpgroup per token for its queries' low rank, and one for its row of the cache, independent of it.
 
-A row of the cache is lines of 32 numbers here: latents, first and second numbers of the key's pairs. A warp
-has a line, each lane a number of it. No shared memory but for sums of squares, and no barrier.
+A row of the cache is lines of 32 numbers here: latents, then first and second numbers of the key's pairs. A
+warp handles a line, each lane a number. Shared memory serves sums of squares alone; there is no barrier.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ RANK, ROPE = 512, 64
 PAIRS = ROPE // 2
 assert PAIRS == LINE, "a line of a row is half a key"
 
-# A kernel of jax 0.10 cannot write to its inputs.
+# With jax 0.10 a kernel cannot write to its inputs.
 CAN_REUSE = jax.__version_info__ >= (0, 11)
 
 # Lines of a row's latents; two of the key follow.
@@ -54,7 +54,7 @@ def mla_low_rank(
         page_table: int32, pages of each slot.
         positions: int32, row of its slot that each token is written to, if it is within the slot's pages.
         eps: added to the mean square of both norms.
-        interleaved: pairs are neighbours, not from the two halves of the dimensions.
+        interleaved: whether pairs are neighbours; else they come from the two halves of the dimensions.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -70,7 +70,7 @@ def mla_low_rank(
     ) -> None:  # fmt: skip
         if pages is None:
             values_ref, scales_ref, rows_ref = out_refs
-        else:  # an input that is written to, and so before arrays that are only written
+        else:  # pages are an input that is written, and come before arrays that are only written
             rows_ref, values_ref, scales_ref = out_refs
         low_rank, token = lax.axis_index("low_rank"), lax.axis_index("token")
 
@@ -135,6 +135,6 @@ def mla_low_rank(
 
 
 def _rounded(parts: Sequence[jax.Array]) -> jax.Array:
-    """Their sum as it would be between two launches: in bfloat16."""
+    """The sum rounded to bfloat16, as between two launches."""
     each = [x.astype(jnp.float32) for x in parts]
     return sum(each[1:], each[0]).astype(jnp.bfloat16).astype(jnp.float32)

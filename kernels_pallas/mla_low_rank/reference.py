@@ -34,7 +34,7 @@ def write(
     page_table: Int[Array, "B n"],
     positions: Int[Array, " T"],
 ) -> Float[Array, "P S c"]:
-    """The pages with the rows written whose positions are within their slot's pages."""
+    """The pages, with the rows written whose positions lie within their slot's pages."""
     count, size, _ = pages.shape
     slots, columns = page_table.shape
     slot = jnp.arange(len(positions)) // (len(positions) // slots)
@@ -52,7 +52,7 @@ def _norm(x: Float[Array, "T d"], weight: Float[Array, " d"], eps: float) -> Flo
 
 
 def _rotate(x: Float[Array, "T R"], angles: tuple[Array, Array], interleaved: bool) -> Float[Array, "T R"]:
-    """Pairs rotated, first numbers first: neighbours, or number i of each half (arXiv 2104.09864, eq. 34)."""
+    """Rotate pairs, first numbers first: neighbours, or number i of each half (arXiv 2104.09864, eq. 34)."""
     a, b = (x[:, ::2], x[:, 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
     cos, sin = angles
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

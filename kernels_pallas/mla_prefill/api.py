@@ -9,7 +9,7 @@ from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.visible import Window
 
-# Rows whose keys and values are in memory at a time; at 128 heads of a slot they take 0.5 GB in bfloat16.
+# Rows whose keys and values are in memory at a time; for a slot's 128 heads they take 0.5 GB in bfloat16.
 BLOCK = 8192
 
 
@@ -28,18 +28,18 @@ def mla_prefill(
     """Naive multi-head latent attention over cached rows (arXiv 2405.04434, eqs. 9-19).
 
     Keys and values are expanded for ``block`` rows at a time; the blocks' outputs are merged by their sums of
-    exponentials. Blocks that nobody sees are not computed.
+    exponentials. Blocks that no query sees are not computed.
 
     Args:
         q: queries, [B, T, N, h + R].
         rows: the slots' rows in order, this chunk's among them, [B, L, C + R]; latent first. Rows that no
-            query sees may hold anything, NaN too.
+            query sees may hold any value, NaN too.
         k_up: [N, h, C].
         v_up: [N, v, C].
         visible: rows that each query sees: a chain.
         scale: factor of the scores before the softmax.
         implementation: see `attend`.
-        block: rows at a time, a multiple of 128.
+        block: number of rows expanded at a time, a multiple of 128.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -85,7 +85,7 @@ def attend(
 
     Args:
         q: [B, T, N, h + R].
-        k: [B, L, N, h]; finite, where no query sees it too.
+        k: [B, L, N, h]; finite, also in rows that no query sees.
         k_rope: [B, L, R], shared by the heads.
         v: [B, L, N, v]; finite likewise.
         visible: rows that each query sees: a chain, its rows numbered within the block.
@@ -122,7 +122,7 @@ def attend(
 
 
 def bounds(visible: Window, rows: int) -> jax.Array:
-    """A chain over ``rows`` rows as the kernel takes it, int32 [4, B]: count, first row, diagonal, end."""
+    """The kernel's limits of a chain over ``rows`` rows, int32 [4, B]: count, first row, diagonal, end."""
     if visible.ancestors is not None:
         raise ValueError("mla_prefill on mosaic_gpu: tokens are a tree, must be a chain; use 'xla'")
     first, end = jnp.clip(visible.first, 0, rows), jnp.minimum(visible.end(), rows)
@@ -132,7 +132,7 @@ def bounds(visible: Window, rows: int) -> jax.Array:
 def merge(
     one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Output, float32, and log2 of the sums of exponentials of two disjoint blocks' rows together."""
+    """Merge two disjoint blocks: their output, float32, and log2 of the sums of exponentials."""
     peak = jnp.maximum(one[1], other[1])
     weights = [jnp.exp2(lse - peak) for _, lse in (one, other)]
     total = weights[0] + weights[1]

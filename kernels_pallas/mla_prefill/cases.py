@@ -74,7 +74,7 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def counted(function: Operation, *inputs: Any, **options: Any) -> PyTree:
-    """The function's results with zero for queries past the count, of which they may be anything."""
+    """The function's results, with zero for queries past the count, whose results are undefined."""
     result = function(*inputs, **options)
     visible: Window = inputs[-1]
     out, *lse = result if isinstance(result, tuple) else (result,)
@@ -83,7 +83,7 @@ def counted(function: Operation, *inputs: Any, **options: Any) -> PyTree:
 
 
 def rows_seen(shape: Shape) -> Window:
-    """Each chunk after its history, causal."""
+    """The rows that each query sees: its history, and the chunk up to itself."""
     return chain(jnp.array(shape.history, jnp.int32), jnp.array(shape.counts, jnp.int32), shape.begin)
 
 
@@ -116,7 +116,7 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def work(shape: Shape) -> Work:
-    """Two products over every visible pair, and the expansion; each operand moved once."""
+    """The least work: two products over visible pairs, and the expansion; each operand moved once."""
     pairs = sum(
         c * h + c * (c + 1) // 2 - c * shape.begin for c, h in zip(shape.counts, shape.history, strict=True)
     )

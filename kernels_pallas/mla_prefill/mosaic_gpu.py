@@ -23,13 +23,13 @@ STAGES = 2
 PART = KEYS // 2
 LOG2E = 1.4426950408889634
 
-# A maximum of nothing; finite, so that differences of it are not NaN.
+# The maximum of no scores; finite, so that differences of it are not NaN.
 NOTHING = -1e30
 
 # Lines of the integer array that describes a slot.
 COUNT, BEGIN, DIAGONAL, END = range(4)
 
-# Scores' peak, sum of exponentials, output: a warpgroup's values per query.
+# A warpgroup's values per query: peak of scores, sum of exponentials, output.
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -102,7 +102,7 @@ def mla_prefill(
 
         def compute(half: int) -> None:
             mine = pl.ds(tile * QUERIES + half * ROWS, ROWS)
-            last = diagonal + tile * QUERIES + half * ROWS  # row that the first query sees last
+            last = diagonal + tile * QUERIES + half * ROWS  # last row that the first query sees
 
             def masked(i: jax.Array, s: jax.Array) -> jax.Array:
                 row = wg.iota((ROWS, KEYS), 1) + i * KEYS
@@ -143,7 +143,7 @@ def mla_prefill(
             carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0.0), wg.full((ROWS, VALUE), 0.0)
             peak, total, acc = lax.fori_loop(0, steps, step, carry)
             total = jnp.maximum(total, 1e-30)
-            # The queries are not read any more: the output leaves through their memory.
+            # The queries are not read any more, so the output is stored through their memory.
             q_s[half, :, :] = (acc * per_row(1 / total, VALUE)).astype(q.dtype)
             lse_s[half, :] = peak + jnp.log2(total)
             plgpu.commit_smem()

@@ -22,10 +22,10 @@ class Normed:
     """Normalised rows.
 
     Attributes:
-        total: the normalised sum, in bfloat16; None if it is not wanted.
-        plain: the result in bfloat16; None if it is not wanted.
-        quantised: the result in e4m3, its rows rounded up to whole tiles of products; padded rows hold
-            anything. None if it is not wanted.
+        total: the sum before it is normalised, in bfloat16; None if not requested.
+        plain: the result in bfloat16; None if not requested.
+        quantised: the result in e4m3, its rows rounded up to whole tiles of products; padding rows are
+            undefined. None if not requested.
     """
 
     total: Float[Array, "T D"] | None
@@ -50,9 +50,9 @@ def rms_norm(
         addends: bfloat16 arrays; or the float32 parts that a product leaves to be summed.
         weight: any float type.
         eps: added to the mean square.
-        total: whether the sum is wanted in bfloat16.
-        plain: whether the result is wanted in bfloat16.
-        quantised: whether it is wanted in e4m3 with a scale per 1x128 block, as products take it.
+        total: whether to return the sum in bfloat16.
+        plain: whether to return the result in bfloat16.
+        quantised: whether to return it in e4m3 with a scale per 1x128 block, as products take it.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -86,7 +86,7 @@ def quantise(
 
     Args:
         x: bfloat16, b = 128; k is a multiple of 4.
-        blocks_first: the t-th row's blocks are ``x[:, t]``, as products of heads leave them, not ``x[t]``.
+        blocks_first: whether row t's blocks are ``x[:, t]``, as products of heads return them, not ``x[t]``.
         implementation: see ``rms_norm``.
         interpret: likewise.
 
@@ -118,7 +118,7 @@ def check(width: int, dtype: DTypeLike) -> None:
 
 
 def check_blocks(count: int, width: int, dtype: DTypeLike) -> None:
-    """The same for rows of ``count`` blocks, which ``quantise`` takes."""
+    """Refuse rows of ``count`` blocks that ``quantise`` cannot take, with a ValueError."""
     need(
         "rms_norm",
         ("dtype", str(dtype), ("bfloat16",)),

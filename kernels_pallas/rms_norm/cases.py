@@ -20,7 +20,7 @@ class Shape:
 
     Attributes:
         rows, width: T and D.
-        added: number of bfloat16 arrays added to them; the sum is then wanted, too.
+        added: number of bfloat16 arrays added to them; the sum is then returned, too.
         plain, quantised: the results that are written.
         parts: number of float32 parts to be summed; 0: the rows are bfloat16.
     """
@@ -35,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Heads:
-    """Results of heads to quantise for the output projection; ``blocks_first``: as products leave them."""
+    """Results of heads to quantise for the output projection; ``blocks_first``: in the products' order."""
 
     rows: int
     heads: int
@@ -88,7 +88,7 @@ def case(name: str, shape: Shape | Heads) -> Case:
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Random rows, some much larger than the rest."""
+    """Random rows, some of them much larger."""
     keys = jax.random.split(key, 3)
     blocked = (shape.rows, shape.width // BLOCK, BLOCK)
     x = jax.random.normal(keys[0], (shape.parts or 1, *blocked), jnp.float32 if shape.parts else jnp.bfloat16)
@@ -120,6 +120,6 @@ def quantise_case(name: str, shape: Heads) -> Case:
 def _written(
     kernel: Operation, rows: int, *inputs: Any, interpret: Interpreter | None = None
 ) -> tuple[Array, ...]:
-    """The kernel's results without the rows that only fill tiles: scales are [k, M], all else [M, k, 128]."""
+    """The kernel's results without padding rows: scales are [k, M], other results [M, k, 128]."""
     out = kernel(*inputs, interpret=interpret)
     return tuple(x[:, :rows] if x.ndim == 2 else x[:rows] for x in out)

@@ -1,4 +1,4 @@
-"""A warpgroup per row: it stays in registers from the residual's sum to the values and scales written.
+"""A warpgroup per row: the row stays in registers from the residual's sum to the written values and scales.
 
 No shared memory and no barrier: a warp reads and writes one block of 128 numbers at a time, each lane four of
 them, so that every access to memory is of consecutive bytes.
@@ -20,7 +20,7 @@ from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, whole_tiles
 # Blocks of a row, one per warp at a time; the 32 lanes of a warp hold four numbers each.
 WARPS = 4
 ROW = plgpu.Layout.TILED(Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-# Registers of a row that need not hold all of it at once, because nothing is summed over it.
+# Registers of a row in ``quantise``, which sums nothing over the row and need not hold all of it at once.
 _CHUNK = 32
 
 
@@ -41,15 +41,14 @@ def rms_norm(
             array are summed, and the sums of all arrays.
         weight: any float type.
         eps: added to the mean square.
-        total: whether the sum is wanted in bfloat16.
-        plain: whether the result is wanted in bfloat16.
+        total: whether to return the sum in bfloat16. plain: whether the result is wanted in bfloat16.
         quantised: whether it is wanted in e4m3.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        In this order, as far as they are wanted: the sum in bfloat16 [T, k, 128], the result in bfloat16, its
-        e4m3 values [M, k, 128] and float32 scales [k, M]. M is T rounded up to the tiles of products; rows
-        past T are not written.
+        In this order, if requested: the sum in bfloat16 [T, k, 128], the result in bfloat16, its e4m3 values
+        [M, k, 128] and float32 scales [k, M]. M is T rounded up to the tiles of products; rows past T are not
+        written.
     """
     count = len(addends)
     rows, blocks, _ = addends[0].shape[1:]
@@ -61,7 +60,7 @@ def rms_norm(
             for ref, addend in zip(refs, addends, strict=False)
             for part in range(addend.shape[0])
         ]
-        rounded = sum(each[1:], each[0]).astype(jnp.bfloat16)  # as it would be between two launches
+        rounded = sum(each[1:], each[0]).astype(jnp.bfloat16)  # as between two launches
         x = rounded.astype(jnp.float32)
         if total:
             out.pop(0)[row] = rounded
@@ -86,7 +85,7 @@ def quantise(
 ) -> tuple[Array, ...]:
     """e4m3 values [M, k, 128] and float32 scales [k, M] of rows; M and rows past T as in ``rms_norm``.
 
-    blocks_first: x is [k, T, 128], as products of heads leave it, not [T, k, 128].
+    blocks_first: x is [k, T, 128], as products of heads return it, not [T, k, 128].
     """
     rows, blocks = (x.shape[1], x.shape[0]) if blocks_first else x.shape[:2]
     chunk = max(n for n in range(WARPS, _CHUNK + 1, WARPS) if blocks % n == 0)

@@ -18,7 +18,7 @@ def rms_norm(
     plain: bool,
     quantised: bool,
 ) -> tuple[Array, ...]:
-    """`mosaic_gpu.rms_norm` in float32 but for the sum, which is rounded before it is normalised."""
+    """`mosaic_gpu.rms_norm` in float32, except the sum, which is rounded before it is normalised."""
     x = sum(
         (a.astype(jnp.float32).sum(axis=0) for a in addends[1:]), addends[0].astype(jnp.float32).sum(axis=0)
     )

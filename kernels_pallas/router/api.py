@@ -13,7 +13,7 @@ from kernels_pallas.router.reference import ROWS
 from kernels_pallas.router.rule import Rule
 
 Implementation = Literal["xla", "mosaic_gpu"]
-# Scores that one warpgroup holds for 64 tokens.
+# Most scores that one warpgroup holds for 64 tokens.
 _MAX_EXPERTS = 256
 
 
@@ -23,9 +23,9 @@ class Choice:
     """Experts of each token.
 
     Attributes:
-        ids: int32, best first; of tokens that do not count E, which is no expert.
+        ids: int32, best first; E, which is no expert, for tokens that do not count.
         weights: float32.
-        counts: int32; how often each block of 64 tokens chose each expert.
+        counts: int32; choices of each expert by each block of 64 tokens.
     """
 
     ids: Int[Array, "T k"]
@@ -42,14 +42,14 @@ def choose(
     implementation: Implementation,
     interpret: Interpreter | None = None,
 ) -> Choice:
-    """Experts chosen by sigmoid scores with a bias, from the best groups; the lower id among equals.
+    """Choose experts by sigmoid scores with a bias, from the best groups; the lower id among equals.
 
     Args:
         logits: float32.
         bias: float32; selects, but does not weigh.
         rule: sizes of the choice.
-        counted: tokens that choose; None: all.
-        implementation: who chooses: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
+        counted: whether each token chooses; None: all tokens choose.
+        implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Raises:
@@ -68,7 +68,7 @@ def choose(
 
 
 def can_choose(experts: int, rule: Rule) -> bool:
-    """Whether the kernel can."""
+    """Whether the kernel can make this choice."""
     try:
         check(experts, rule)
     except ValueError:

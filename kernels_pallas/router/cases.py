@@ -21,7 +21,7 @@ class Shape:
     """``tokens`` that choose among ``experts``; the kernel is given whole blocks of 64.
 
     Attributes:
-        idle: one in ``idle`` tokens does not count; 0: all do.
+        idle: one in ``idle`` tokens does not count; 0: all tokens count.
     """
 
     tokens: int
@@ -67,26 +67,26 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def counted(shape: Shape, tokens: int) -> Bool[Array, " T"]:
-    """Which of ``tokens`` choose: padding does not."""
+    """Whether each of ``tokens`` chooses; padding does not."""
     token = jnp.arange(tokens)
     idle = shape.idle > 0 and token % shape.idle == 0
     return (token < shape.tokens) & ~jnp.asarray(idle)
 
 
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
-    """The kernel's choice for the tokens that there are, rank by rank."""
+    """The kernel's choice for real tokens, rank by rank."""
     ids, weights, counts = mosaic_gpu.choose(*inputs, rule=shape.rule, interpret=interpret)
     return ids[:, : shape.tokens], weights[:, : shape.tokens], counts
 
 
 def expected(shape: Shape, logits: jax.Array, bias: jax.Array, counted: jax.Array) -> tuple[Array, ...]:
-    """The same in plain jnp."""
+    """The choice in plain jnp."""
     ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule, counted[: shape.tokens] > 0)
     return ids.T, weights.T, reference.count(ids, shape.experts)
 
 
 def work(shape: Shape) -> Work:
-    """Logits read, choices written."""
+    """The least work: logits read, choices written."""
     return Work(
         flops=0,
         bytes=4 * (shape.tokens * (shape.experts + 2 * shape.rule.chosen) + shape.experts),

@@ -1,4 +1,4 @@
-"""The choice of experts for Hopper: one warpgroup chooses for 64 tokens, all scores in its registers."""
+"""The choice of experts for Hopper: one warpgroup chooses for 64 tokens, with all scores in its registers."""
 
 from functools import reduce
 
@@ -57,12 +57,12 @@ def choose(
             return 1 / (1 + jnp.exp(-load(logits, (rows, pl.ds(g * size, size)), WGMMA)))
 
         def at(index: jax.Array, g: jax.Array | int) -> jax.Array:
-            """[rows, size]: whether the expert of group g is the expert ``index`` of its row."""
+            """Whether each expert of group g is expert ``index`` of its row, [rows, size]."""
             return column == per_row(index - g * size, size)
 
         def choose_one(j: jax.Array, choice: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top = per_row(jnp.max(reduce(jnp.maximum, choice), axis=1), size)
-            # First the group, which is a constant: ids of all experts would fill half the registers.
+            # Compare with the group first, a constant: ids of all experts would fill half the registers.
             group = jnp.full_like(column, rule.groups)
             for g, c in reversed(tuple(enumerate(choice))):
                 group = jnp.where(c == top, g, group)
@@ -112,7 +112,7 @@ def choose(
 
 
 def _keep_groups(choice: list[jax.Array], column: jax.Array, kept: int) -> list[jax.Array]:
-    """The groups with -inf except in the groups whose best two add up to most; the first among equals."""
+    """The groups, with -inf outside of those whose best two sum to most; the first among equals."""
     size = column.shape[1]
     scores = []
     for c in choice:

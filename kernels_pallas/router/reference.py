@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.router.rule import Rule
 
-# Tokens that are counted together.
+# Number of tokens whose choices are counted together.
 ROWS = 64
 
 
@@ -21,7 +21,7 @@ def choose(
     Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16). The
     bias only selects: weights come from the scores alone.
 
-    counted: tokens that choose; ids of other tokens are E, which is no expert. None: all choose.
+    counted: whether each token chooses; other tokens have id E, which is no expert. None: all choose.
     """
     scores = jax.nn.sigmoid(logits)
     choice = scores + bias
@@ -52,9 +52,9 @@ def weighed(
 
 
 def count(ids: Int[Array, "T k"], experts: int) -> Int[Array, "b E"]:
-    """How often each block of ``ROWS`` tokens, the last perhaps a partial one, chose each expert.
+    """Count the choices of each expert by each block of ``ROWS`` tokens; the last block may be partial.
 
-    Ids that are none of the experts are not counted.
+    Ids outside of the experts are not counted.
     """
     blocks = jnp.pad(ids, ((0, -ids.shape[0] % ROWS), (0, 0)), constant_values=experts)
     blocks = blocks.reshape(-1, ROWS * ids.shape[1], 1)

@@ -1,4 +1,4 @@
-"""How experts are chosen."""
+"""The rule by which experts are chosen."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class Rule:
     Attributes:
         chosen: experts per token.
         groups: equal parts that the experts are divided into.
-        kept: groups that a token may choose from: their best two experts add up to most.
-        normalise: divide a token's weights by their sum.
+        kept: number of groups that a token may choose from: those with the largest sums of two best scores.
+        normalise: whether a token's weights are divided by their sum.
         scaling: factor of the weights.
     """
 

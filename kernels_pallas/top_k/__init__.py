@@ -1,1 +1,1 @@
-"""The best scores of many, as sparse attention chooses the rows that a token attends to."""
+"""The choice of the best scores, by which sparse attention chooses the rows that a token attends to."""

@@ -19,7 +19,7 @@ def top_k(
 ) -> Int[Array, "T k"]:
     """Each token's ``count`` entries with the best scores, in ascending order; the first among equal scores.
 
-    Chooses exactly as ``jax.lax.top_k``, which takes 0.0 for more than -0.0. An entry of -inf is never
+    The choice equals that of ``jax.lax.top_k``, for which 0.0 is more than -0.0. An entry of -inf is never
     chosen: -1 comes first where fewer entries are left.
 
     Args:
@@ -42,9 +42,9 @@ def top_k(
 def entries(
     words: Int[Array, "T w"], before: Int[Array, "T w"], nothing: Int[Array, "T n"], count: int
 ) -> Int[Array, "T k"]:
-    """The numbers of the bits that are set, ascending, in the last of each row's ``count`` places.
+    """The indices of set bits, ascending, in the last of each row's ``count`` places.
 
-    words: int32, 32 bits each, at most ``count`` set in a row. before: bits set in the words before each.
+    words: int32, 32 bits each, at most ``count`` set in a row. before: number of bits set in earlier words.
     nothing: content of the other places.
 
     A scatter, in place and in one launch. No two entries have the same place: entries that are not chosen

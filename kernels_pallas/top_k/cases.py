@@ -13,9 +13,9 @@ from kernels_pallas.top_k.api import top_k
 
 @dataclass(frozen=True)
 class Shape:
-    """``tokens`` that choose ``count`` of ``entries``, of which each sees some of the first.
+    """``tokens`` choose ``count`` of ``entries``, of which each token sees some of the first.
 
-    values: different scores that there are; 0: any float, all different.
+    values: number of different scores; 0: any float, all different.
     """
 
     tokens: int
@@ -53,14 +53,14 @@ def case(name: str, shape: Shape) -> Case:
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
-    """Random scores of either sign, -inf from where a token sees nothing more.
+    """Random scores of either sign, -inf for entries that a token does not see.
 
-    The last one sees all entries, the first one fewer than it may choose.
+    The last token sees all entries, the first token fewer than it may choose.
     """
     keys, size = jax.random.split(key), (shape.tokens, shape.entries)
     if shape.values:
         scores = jax.random.randint(keys[0], size, 0, shape.values).astype(jnp.float32) - shape.values // 2
-        # The sign of zero counts, too.
+        # Zeros of both signs, whose order counts, too.
         scores = jnp.where(scores == 0, jnp.where(jnp.arange(shape.entries) % 2, 0.0, -0.0), scores)
         scores = jnp.where(scores == shape.values // 2, jnp.inf, scores)
     else:
@@ -71,5 +71,5 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 
 def work(shape: Shape) -> Work:
-    """Scores read once, choices written."""
+    """The least work: scores read once, choices written."""
     return Work(flops=0, bytes=4 * shape.tokens * (shape.entries + shape.count), format="bf16")

@@ -1,11 +1,11 @@
 """The best scores without a sort, for Hopper: a thread block finds a token's least chosen score by its bits.
 
 Floats in total order are integers (``_ordered``). The least chosen score is the largest number that ``count``
-scores reach. Each pass over all scores, which stay in first-level cache or L2, fixes two of its bits. Then
-each score says by itself whether it is chosen: if it is larger, or equal and among the first of its equals.
-Every choice is a bit, 32 to a word, with the number of bits before the word.
+scores reach. Each pass over all scores, which stay in L1 or L2, fixes two of its bits. Then a score is chosen
+if it is larger, or if it is equal and among the first equal scores. Every choice is a bit, 32 to a word, with
+the number of bits before the word.
 
-Scores lie in lines of 32: a warp has a line, each lane a score of it.
+Scores lie in lines of 32: a warp handles a line, each lane a score.
 """
 
 import jax
@@ -33,14 +33,14 @@ LINES = 64
 CHUNK = LINES * LINE
 """Scores that a warpgroup reads at a time."""
 
-_BITS = 2  # of the least score, per pass
+_BITS = 2  # bits of the least score that a pass fixes
 _CANDIDATES = (1 << _BITS) - 1
 # Lines whose counts warpgroups exchange, so that the counts of all warpgroups fill a warp's lanes.
 _FOLDED = LINE // READERS
 _LOWEST = -(2**31)
-# The number after that of -inf.
+# The ordered integer that follows that of -inf.
 _LEAST = -0x7F800000
-_HALF = 16  # bits that a count within a chunk has room in
+_HALF = 16  # bits that hold a count within a chunk
 
 
 def choose(
@@ -48,11 +48,11 @@ def choose(
 ) -> tuple[Int[Array, "T w"], Int[Array, "T w"], Int[Array, "T n"]]:
     """The best ``count`` scores of each token as bits, 32 to a word, and the bits set before each word.
 
-    And room for their numbers: NOTHING in at least ``count`` places.
+    Also returned is room for their indices: NOTHING in at least ``count`` places.
 
     Args:
         scores: float32, L a multiple of CHUNK; -inf is never chosen.
-        count: at most how many.
+        count: most scores to choose.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
     tokens, size = scores.shape
@@ -72,7 +72,7 @@ def choose(
             return _ordered(load(scores, (token, pl.ds(chunk * LINES, LINES)), LINES_OF))
 
         def exchange(parity: jax.Array | int, found: tuple[jax.Array, ...]) -> list[jax.Array]:
-            """The counts of all warpgroups for each candidate, 8 numbers of each."""
+            """Exchange the counts of all warpgroups for each candidate, 8 numbers per warpgroup."""
             for i, x in enumerate(found):
                 parts = [x[j : j + _FOLDED] for j in range(0, LINES, _FOLDED)]
                 counts[parity, i, pl.ds(reader * _FOLDED, _FOLDED)] = jnp.sum(
@@ -83,7 +83,7 @@ def choose(
             return [load(counts, (parity, i), LINE_OF) for i in range(len(found))]
 
         def narrow(i: jax.Array, least: jax.Array) -> jax.Array:
-            """Two more bits of the least score."""
+            """Fix two more bits of the least score."""
             unit = lax.shift_left(jnp.int32(1), 32 - _BITS - _BITS * i)
             candidates = [least + unit * (j + 1) for j in range(_CANDIDATES)]
 
@@ -107,7 +107,7 @@ def choose(
         found = lax.fori_loop(first, last, compare, (none, none))
         larger, equal = exchange(0, found)
         at = wg.iota_of((LINE,), 0, LINE_OF)
-        wanted = count - jnp.sum(larger)  # of the equal scores
+        wanted = count - jnp.sum(larger)  # number of equal scores to choose
         here = [jnp.sum(jnp.where(at < reader * _FOLDED, x, 0)) for x in (larger, equal)]
 
         def write(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -161,7 +161,7 @@ def choose(
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Integers in the order of floats: a negative float's count down as its bits count up."""
+    """Integers in the order of floats; the bits of negative floats, which count down, are inverted."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 

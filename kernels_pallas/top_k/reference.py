@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 NOTHING = -1
-"""Stands in a choice where there are fewer scores than may be chosen."""
+"""The entry of a choice where fewer scores than ``count`` can be chosen."""
 
 
 def top_k(scores: Float[Array, "*T L"], count: int) -> Int[Array, "*T k"]:

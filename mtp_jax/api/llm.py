@@ -128,7 +128,7 @@ class LLM:
         """The same weights, until they are updated, with an engine of its own that never drafts."""
         self._check_alone("a second engine without speculation")
         other = copy(self)
-        config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
+        config = self.engine.config.without_drafts()
         if self.room:  # the first engine has all the memory, so take pages for one request
             config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)
@@ -368,15 +368,15 @@ class LLM:
     ) -> Speculation | None:
         """Results of drafting over a few greedy completions, with the most drafts of every step.
 
-        prompts: None: a few of our own. prepare: compile their programs. Returns None where nothing drafts or
-        memory is released; counts of nothing if a completion failed. Raises RequestError.
+        prompts: None: a few of our own. prepare: compile their programs. Returns None without drafts, under a
+        law, or while memory is released; counts of nothing if a completion failed. Raises RequestError.
         """
         depth = self.engine.config.num_speculative_tokens
         if prompts is None:
             prompts = probing.PROMPTS if self.tokenizer else probing.IDS
         # ``Engine.hold`` does not hold these prompts; all other requests stay in the queue while they run.
         states = self._states(prompts, probing.params_of(depth), holdable=False)
-        if not states or not depth or self.released:
+        if not states or not depth or self.released or self.engine.config.law:
             return None
         if prepare:
             self._prepare(states)

@@ -14,14 +14,13 @@ grammar is therefore launched as two programs, ``Step.draft`` and ``Step.verify`
 the chunk; every other step is both in one program.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from mtp_jax.decode import prefill, verify
+from mtp_jax.decode import forced, prefill, verify
 from mtp_jax.decode.arrays import Chunk, TopLogprobs
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, Features, features_of, taps_of
@@ -29,6 +28,7 @@ from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import DraftKey, Finish, SamplingMode, StepKey
+from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
 from mtp_jax.decode.rows import Rows
 from mtp_jax.decode.sampling import (
@@ -99,8 +99,25 @@ def accept_drafts(
     return jax.lax.cond(draws(s.sampling), sampled, likely)
 
 
-Accept = Callable[..., Verdict]
-"""A function with the signature of ``accept_drafts``."""
+def _token_after(
+    logits: Float[Array, "B W V"],
+    window: Int[Array, "B W"],
+    drafts: Drafts,
+    s: Slots,
+    mode: SamplingMode,
+    kept: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """The target's own token after the first ``kept`` drafts, as a step without drafts chooses it there."""
+    at, told = kept[:, None], jnp.arange(drafts.tokens.shape[1])
+    counted = count_tokens(s.sampling, jnp.where(told < at, drafts.tokens, -1))
+    there = s.replace(length=s.length + kept, generated=s.generated + kept, sampling=counted)
+    none = drafts.replace(
+        tokens=drafts.tokens[:, :0],
+        count=jnp.zeros_like(kept),
+        probs=None if drafts.probs is None else drafts.probs[:, :0],
+    )
+    row = jnp.take_along_axis(logits, at[..., None], axis=1)
+    return accept_drafts(row, jnp.take_along_axis(window, at, axis=1), none, there, mode, None).token
 
 
 @dataclass(frozen=True)
@@ -110,13 +127,13 @@ class Step:
     Attributes:
         key: sizes and modes. Its pages must cover every active slot's length + drafts + 1 rows, and the
             chunk's.
-        accept: decides which drafts stay; only measurements take another function than ``accept_drafts``.
+        law: says how many drafts stay, in the verifier's place, for benchmarks; None: the verifier does.
     """
 
     model: Model
     drafter: Drafter
     key: StepKey
-    accept: Accept = accept_drafts
+    law: Law | None = None
 
     def __call__(
         self,
@@ -173,7 +190,7 @@ class Step:
             hidden, taps = split(traced.hidden, shapes, on.mesh), split_tree(traced.taps, shapes, on.mesh)
             features = [features_of(self.drafter, h, t) for h, t in zip(hidden, taps, strict=True)]
             scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
-            plain = self.key.mode == SamplingMode() and self.accept is accept_drafts and chunk is None
+            plain = self.key.mode == SamplingMode() and chunk is None
             logits = [] if plain and on.products.head_parts > 1 else self._logits(params, scored)
         state, results = state.replace(trunk=traced.caches), []
         if state.experts is not None:
@@ -221,17 +238,26 @@ class Step:
         allowed: UInt32[Array, "B W words"] | None,
     ) -> tuple[Verdict, Bool[Array, "B W"]]:
         """The verdict, and whether logits are finite. logits: None where the likeliest tokens are enough."""
+        count = num_drafts(s, drafts)
+        if self.law is not None and drafts.parents is not None:
+            raise ConfigError("synthetic acceptance keeps drafts of chains; this drafter makes trees")
         if logits is None:
             with jax.named_scope("verify"):  # the head belongs to the trunk's pass
                 ids, healthy = best_tokens(hidden, params.table, self.model.on)
             with jax.named_scope("accept"):
-                count = num_drafts(s, drafts)
-                return verify.greedy(ids, drafts.tokens, count, drafts.parents), healthy
+                verdict = verify.greedy(ids, drafts.tokens, count, drafts.parents)
+                if self.law is not None:
+                    kept = forced.kept(self.law, s, drafts.tokens, count)
+                    token = jnp.take_along_axis(ids, kept[:, None], axis=1)[:, 0]
+                    verdict = forced.instead(verdict, Verdict(kept, token))
+                return verdict, healthy
         with jax.named_scope("accept"):
-            window = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1)
-            verdict = self.accept(logits, window, drafts, s, self.key.mode, allowed)
-            if drafts.parents is not None and verdict.path is None:
-                raise ConfigError("acceptance at given rates is of chains; this drafter makes trees")
+            window, mode = jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1), self.key.mode
+            verdict = accept_drafts(logits, window, drafts, s, mode, allowed)
+            if self.law is not None:
+                kept = forced.kept(self.law, s, drafts.tokens, count)
+                token = _token_after(logits, window, drafts, s, mode, kept)
+                verdict = forced.instead(verdict, Verdict(kept, token))
             return verdict, all_finite(logits)
 
     def _moved(

@@ -26,7 +26,7 @@ class Verdict(struct.PyTreeNode):
 
     accepted: Int[Array, " B"]  # 0..num_drafts
     token: Int[Array, " B"]  # the correction or the bonus; NO_TOKEN if the target's distribution was NaN
-    # Of a tree, not a chain: node 0, the nodes of the accepted drafts in order, then anything.
+    # Node 0 and the nodes of the accepted drafts in order, then anything; None: a chain's, the first nodes.
     path: Int[Array, "B W"] | None = None
 
 

@@ -1,1 +1,1 @@
-"""Prefill apart from decode: pages of prompts that go from one server to another."""
+"""Hand-over, for prefill apart from decode: pages of prompts go from one server to another."""

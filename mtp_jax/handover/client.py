@@ -17,14 +17,14 @@ from mtp_jax.wire.handshake import greet
 from mtp_jax.wire.signed import Signed
 
 _LOG = logging.getLogger(__name__)
-_REST = 9  # times the wait that it has cost: at most a tenth of the time goes to peers that do not answer
+_REST = 9  # times the wait that a silent peer has cost: at most a tenth of the time goes to silent peers
 
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The pages that are asked for.
+    """The pages that a server asks its peers for.
 
     Attributes:
         ids: tokens of a prompt.
@@ -33,7 +33,7 @@ class Wanted:
         first: the number of the first missing page.
         like: a page, for its shapes and types.
         identity: facts that pages depend on besides tokens.
-        deadline: ``time.monotonic()`` after which nobody waits for them.
+        deadline: ``time.monotonic()`` until which the client waits for them.
     """
 
     ids: Sequence[int]
@@ -49,8 +49,8 @@ class Peers:
     """Servers that prefill. Any thread may ask.
 
     Attributes:
-        received: pages.
-        failures: hand-overs that did not come to their end, by reason.
+        received: number of pages received.
+        failures: number of hand-overs that failed, by reason.
     """
 
     def __init__(self, addresses: Sequence[Address], secret: bytes) -> None:
@@ -69,7 +69,7 @@ class Peers:
         start = int.from_bytes(wanted.digests[0][:8], "big") % len(self._addresses)
         order, address = [*self._addresses[start:], *self._addresses[:start]], None
         try:
-            if wanted.deadline <= began:  # in the queue of threads: no peer has been asked
+            if wanted.deadline <= began:  # the wait in the queue of threads took all the time
                 raise WireError("late")
             address = self._rests.choose(order, began, wanted.deadline)
             if address is None:
@@ -91,7 +91,7 @@ class Peers:
         return pages
 
     def _receive(self, address: Address, wanted: Wanted, pages: list[tuple[Page, int]]) -> None:
-        """Add the pages that come. Raises WireError."""
+        """Append the pages that the peer sends. Raises WireError."""
         try:
             left = max(wanted.deadline - time.monotonic(), 1e-3)
             connected = socket.create_connection(address, timeout=left)
@@ -128,10 +128,10 @@ def _forms(page: tuple) -> list[object]:
 
 
 class Rests:
-    """Which peers are left alone, and until when. Times are seconds of one clock. Any thread may ask.
+    """Peers that are not asked for a time. Times are seconds of one clock. Any thread may ask.
 
-    A peer that was silent rests for nine times the wait that it has cost. Then one hand-over tries it, and
-    the rest go on without until its outcome is known.
+    A peer that was silent rests for nine times the wait that it has cost. Then one hand-over tries the peer,
+    and other hand-overs go without it until the outcome is known.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Rests:
         self._answered: dict[Address, float] = {}
 
     def choose(self, peers: Sequence[Address], now: float, deadline: float) -> Address | None:
-        """The first of these peers that does not rest. deadline: of the hand-over that asks."""
+        """The first of these peers that does not rest. deadline: the hand-over's."""
         with self._lock:
             for peer in peers:
                 until = self._until.get(peer)
@@ -151,13 +151,13 @@ class Rests:
         return None
 
     def answered(self, peer: Address, now: float) -> None:
-        """It lives, with any answer."""
+        """Record that a peer has answered."""
         with self._lock:
             self._until.pop(peer, None)
             self._answered[peer] = now
 
     def silent(self, peer: Address, began: float, now: float) -> None:
-        """It was waited for in vain since ``began``. If it has answered meanwhile, it is only slow."""
+        """Record a vain wait for a peer since ``began``; a peer that has answered meanwhile is only slow."""
         with self._lock:
             if self._answered.get(peer, began) <= began:
                 self._until[peer] = now + _REST * (now - began)

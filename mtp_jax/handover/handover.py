@@ -3,7 +3,7 @@
     decode:  submit -> which pages are missing -> Peers.fetch -> the host tier -> the request as usual
     prefill: PageServer -> the prompt for one token -> its pages out of the prefix cache, a few at a time
 
-A page that does not come is computed: nothing here makes a request fail.
+A page that does not come is computed, so that no fault of a hand-over makes a request fail.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ from mtp_jax.handover.server import PageServer
 from mtp_jax.store.page import Page, split
 from mtp_jax.wire.connection import WireError
 
-# Pages that are read at a time; prompts that are fetched at a time.
+# Pages read at a time; prompts fetched at a time.
 _PAGES, _FETCHES = 8, 16
-_LONGEST_SALT = 2**10  # it travels in a header, which is bounded
+_LONGEST_SALT = 2**10  # a salt travels in a header of bounded size
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, num_speculative_tokens=0)
 _T = TypeVar("_T")
 
 
 class Handover:
-    """Sends pages of an ``AsyncLLM`` to other servers, or takes theirs. Made before it is started."""
+    """Sends pages of an ``AsyncLLM`` to other servers, or takes pages of theirs. Make it before the start."""
 
     def __init__(self, allm: AsyncLLM, options: HandoverOptions) -> None:
         """Binds the port of a server that prefills. Raises ConfigError."""
@@ -102,9 +102,9 @@ class Handover:
     # Decode
 
     async def fetch(self, peers: Peers, request: Request) -> None:
-        """Have the missing pages of a prompt come into the host tier, if peers give them in time.
+        """Fetch the missing pages of a prompt into the host tier, if peers send them in time.
 
-        Time runs from here on, whether or not a thread is free.
+        The time limit runs from the call on, whether or not a thread is free.
         """
         deadline = time.monotonic() + self._options.peer_seconds
         engine, ids, salt = self._engine, request.prompt, request.salt

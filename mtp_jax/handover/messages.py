@@ -1,7 +1,6 @@
 """Messages of two servers once both have proved that they know the secret.
 
-client: Prefill
-server: Sent, once per page; then End, or, be it at once, Failed
+client: Prefill server: Sent, once per page; then End, or at any time Failed
 """
 
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt whose pages are asked for.
+    """A request for the pages of a prompt.
 
     Attributes:
         salt: salt of its digests.
         first: number of pages that the client has.
-        seconds: time after which nobody waits for them.
-        ids: its tokens.
+        seconds: time for which the client waits for them.
+        ids: the prompt's tokens.
     """
 
     salt: str
@@ -58,7 +57,7 @@ class End:
 
 @dataclass(frozen=True)
 class Failed:
-    """The hand-over ends early. reason: as of a ``WireError``."""
+    """The hand-over ends early. reason: see ``WireError``."""
 
     reason: str
 
@@ -72,7 +71,7 @@ def claim(identity: str) -> bytes:
 
 
 def expect(signed: Signed, *kinds: type[_T], most: int = 0) -> _T:
-    """A message of one of these kinds, with ``most`` bytes of arrays at most. Raises WireError."""
+    """Receive a message of one of these kinds, with at most ``most`` bytes of arrays. Raises WireError."""
     message: Any = signed.receive(most)
     if isinstance(message, Failed):
         raise WireError(message.reason[:20])

@@ -1,6 +1,6 @@
 """Pages of an engine's prefix cache that go to other engines, or come from them. No jax here.
 
-Everything here is called by the thread that owns the engine, between two steps.
+The engine's thread calls these functions between two steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,9 +36,9 @@ def missing(engine: Engine, request: Request) -> Missing:
 
 
 def copy_out(engine: Engine, digests: Sequence[bytes]) -> Callable[[], list[Page]]:
-    """The pages of the first digests, up to the first that is not here.
+    """Read the pages of the first digests, up to the first that is missing.
 
-    Any thread may call the function to have them.
+    Any thread may call the returned function, which waits for them.
     """
     assert engine.tier
     found = [pool.match(digests) for pool in engine.scheduler.pools]
@@ -49,9 +49,9 @@ def copy_out(engine: Engine, digests: Sequence[bytes]) -> Callable[[], list[Page
 
 
 def take_in(engine: Engine, lacked: Missing, pages: Sequence[tuple[Page, int]]) -> None:
-    """Let the host tier have pages of another engine, with their checksums, from ``lacked.first`` on.
+    """Put pages of another engine into the host tier, with their checksums, from ``lacked.first`` on.
 
-    Nothing is taken if the cache was flushed meanwhile: the pages may belong to other weights.
+    No page is taken if the cache was flushed meanwhile, as the pages may belong to other weights.
     """
     assert engine.tier
     if engine.tier.flushes == lacked.flushes:

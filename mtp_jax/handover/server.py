@@ -24,8 +24,7 @@ class PageServer:
     """A thread per connection, of which each serves one prompt.
 
     Attributes:
-        sent: pages.
-        failures: hand-overs that did not come to their end, by reason.
+        sent: number of pages sent. failures: number of hand-overs that failed, by reason.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class PageServer:
         identity: Callable[[], str],
         pages: Callable[[Prefill, float], Iterator[tuple[bytes, Page]]],
     ) -> None:
-        """listener: bound. identity: facts that the pages depend on now.
+        """listener: a bound socket. identity: returns the facts that pages depend on.
 
-        pages: gives a prompt's pages, until a ``time.monotonic()``; called on a connection's thread.
+        pages: returns a prompt's pages, until a ``time.monotonic()``; called on a connection's thread.
         """
         self.sent, self.failures = 0, Counter[str]()
         self._secret, self._most_bytes = secret, 4 * most_tokens
@@ -77,7 +76,7 @@ class PageServer:
 
         try:
             _, seals = welcome(connection, self._secret, PURPOSE, len(mine), take)
-        except WireError as error:  # who has not proved itself is told nothing
+        except WireError as error:  # a caller without a proof gets no answer
             self.failures[error.reason] += 1
             _LOG.info("a connection from %s was refused: %s", peer, error)
             return

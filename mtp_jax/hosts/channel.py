@@ -1,4 +1,4 @@
-"""One connection of the launch log: messages both ways, and a sign of life every few seconds."""
+"""A connection of the launch log: messages both ways, and a sign of life every few seconds."""
 
 import math
 import threading
@@ -9,8 +9,8 @@ from mtp_jax.hosts.messages import KINDS, Alive, LogError, Logged, Message
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.signed import MOST_BYTES, Seals, Signed, framed
 
-# One that is paused for longer, or whose host is gone without a word, is lost. JAX's own service would end
-# the process without a readable line after its 10 s.
+# A peer that pauses for longer, or whose host has vanished, is lost. JAX's own service would end the process
+# without a readable line after its 10 s.
 ALIVE_SECONDS = 2.0
 SILENT_SECONDS = 3 * ALIVE_SECONDS
 _MOST_JSON = 1 << 20
@@ -19,7 +19,7 @@ _MOST_JSON = 1 << 20
 class Channel:
     """A connection whose other end has proved itself. ``got`` and ``lost`` are called on a thread of its own.
 
-    got: a message. lost: why nothing more will come; once, and not after ``close``.
+    got: called with each message. lost: called once with the reason of the end, but not after ``close``.
 
     Attributes:
         signed: the signed connection that messages travel over.
@@ -39,7 +39,7 @@ class Channel:
         self._reader = threading.Thread(target=self._read, name="log-read", daemon=True)
 
     def start(self) -> None:
-        """Read, and show that this end lives."""
+        """Start to read, and to send signs of life."""
         self._reader.start()
         threading.Thread(target=self._live, name="log-live", daemon=True).start()
 
@@ -48,7 +48,7 @@ class Channel:
         self.signed.send_framed(prepared(message))
 
     def finish(self) -> None:
-        """Send no more, and wait until the other end has read all of it and closed, or does not."""
+        """Send no more, and wait for the other end to read everything and close, for a limited time."""
         self._closed.set()
         self._connection.finish()
         if self._reader.ident is not None:
@@ -65,7 +65,7 @@ class Channel:
             try:
                 self.send(Alive())
             except WireError:
-                return  # the reader sees it, too
+                return  # the reader handles the loss
 
     def _read(self) -> None:
         try:
@@ -75,7 +75,7 @@ class Channel:
                     raise LogError(f"a {type(message).__name__} is no message")
                 if not isinstance(message, Alive):
                     self._got(message)
-        except Exception as error:  # after any error nothing more is read
+        except Exception as error:  # after an error reading ends
             if not self._closed.is_set():
                 known = isinstance(error, WireError)
                 self._lost(str(error) if known else f"{type(error).__name__}: {error}")

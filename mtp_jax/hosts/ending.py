@@ -1,7 +1,7 @@
-"""The end of a process whose group cannot go on: one log line, messages to the rest, and the exit.
+"""The end of a process whose group cannot go on: one log line, messages to the other ranks, and the exit.
 
-Part of a group is no engine. The work of its devices cannot be taken back, and JAX's own shutdown would wait
-for lost ranks: the process ends at once, and the supervisor of the ranks starts all of them again.
+A part of a group cannot serve. Work of its devices cannot be undone, and JAX's own shutdown would wait for
+lost ranks, so the process ends at once, and the supervisor of the ranks starts all of them again.
 """
 
 import logging
@@ -26,7 +26,7 @@ class Ending:
     """Ends this process once.
 
     Attributes:
-        told: called with the error before the end; they have a second to pass it on.
+        told: functions called with the error before the end; they have a second to pass it on.
     """
 
     def __init__(self, name: str, end: Callable[[int], object] = os._exit) -> None:
@@ -36,12 +36,12 @@ class Ending:
         self._lock, self._begun = threading.Lock(), False
 
     def wait_if_begun(self) -> None:
-        """Do not return if the process is about to end: it does so with its own status."""
+        """Wait for the process's end if it has begun, so that it ends with its own status."""
         if self._begun:
             threading.Event().wait()
 
     def __call__(self, reason: str, status: int = STATUS) -> None:
-        """End the process; a second caller waits for that meanwhile."""
+        """End the process; a second caller waits for the end."""
         with self._lock:
             first, self._begun = not self._begun, True
         if not first:

@@ -26,14 +26,14 @@ class FollowerLog:
     """The connection to the leader. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
-        """Connects, once the leader is there. Raises ConfigError."""
+        """Wait for the leader, and connect. Raises ConfigError."""
         self._lost, self._ended = lost, False
         self._inbox: queue.SimpleQueue[Logged] = queue.SimpleQueue()
         self._channel = Channel(*_joined(hosts, secret), self._got, self._gone)
         self._channel.start()
 
     def compare(self, mine: Mapping[str, str]) -> None:
-        """Say the options of this process. Raises ConfigError if other ranks have different ones."""
+        """Send the options of this process. Raises ConfigError if other ranks have different options."""
         self._channel.send(messages.Hello(tuple(mine.items())))
         answer = self.receive()
         if isinstance(answer, messages.Refused):
@@ -42,31 +42,31 @@ class FollowerLog:
             raise LogError(f"{type(answer).__name__} came where Welcome was due")
 
     def receive(self) -> Logged:
-        """The next message, once it is there."""
+        """Wait for the next message."""
         return self._inbox.get()
 
     def expect(self, wanted: type[T]) -> T:
-        """The same. Raises LogError for one of another kind."""
+        """Wait for the next message. Raises LogError for a message of another kind."""
         message = self.receive()
         if not isinstance(message, wanted):
             raise LogError(f"{type(message).__name__} came where {wanted.__name__} was due")
         return message
 
     def compiled(self, job: int) -> None:
-        """Say that a program is compiled."""
+        """Report that a program is compiled."""
         self._say(messages.Compiled(job))
 
     def finish(self) -> None:
-        """The leader has ended, all is done."""
+        """Close the connection after the leader's end."""
         self._channel.close()
 
     def close(self, reason: str) -> None:
-        """End the connection, and say why."""
+        """End the connection, and send the reason."""
         self._say(messages.Failed(reason))
         self._channel.close()
 
     def _say(self, message: Message) -> None:
-        with suppress(WireError):  # that it ended is seen by who reads
+        with suppress(WireError):  # the reader sees the end
             self._channel.send(message)
 
     def _got(self, message: Logged) -> None:
@@ -83,11 +83,11 @@ class FollowerLog:
 
 
 def _joined(hosts: Hosts, secret: bytes) -> tuple[Connection, Seals]:
-    """A connection to the leader, which has taken this rank. Raises ConfigError.
+    """Connect to the leader, and wait until it has accepted this rank. Raises ConfigError.
 
-    While there is time, another connection is tried if nobody listens yet, if the connection is lost, or if
-    the leader says nothing: many strangers at its port may push this rank's connection out before it has
-    proved itself.
+    While there is time, it tries again if no process listens yet, if the connection is lost, or if the leader
+    does not answer: many strangers at its port may push this rank's connection out before it has proved
+    itself.
     """
     host, port = hosts.address
     end = time.monotonic() + hosts.join_seconds

@@ -26,7 +26,7 @@ from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.secret import read_secret
 
-# JAX's own service is the second to notice a loss: the launch log does in hundredths of a second, or in 6 s.
+# JAX's own service notices a loss later than the launch log, which takes hundredths of a second, or 6 s.
 _HEARTBEAT_SECONDS = 10
 _SHUTDOWN_SECONDS = 10
 _REFUSED_STATUS = 2  # an error that the user can mend
@@ -34,10 +34,10 @@ _INTERRUPTED_STATUS = 130
 
 
 class Group:
-    """This process in its group. Use it as a context: its end is that of the group's work.
+    """This process in its group. As a context, its end is the end of the group's work.
 
     Attributes:
-        hosts: the options that it was made of.
+        hosts: the options of the group.
         log: the launch log; a ``LeaderLog`` on rank 0, a ``FollowerLog`` elsewhere.
         ending: ends the process when the group cannot go on.
     """
@@ -59,11 +59,11 @@ class Group:
         return self.hosts.rank == 0
 
     def compare(self, description: Mapping[str, str]) -> None:
-        """Check that all ranks are about to do the same. Raises ConfigError."""
+        """Check that all ranks have the same options. Raises ConfigError."""
         self.log.compare(description)
 
     def leave(self) -> None:
-        """The work is done: rank 0 tells the followers; then JAX's processes part."""
+        """End the group's work: rank 0 informs the followers; then JAX's processes disconnect."""
         self.ending.wait_if_begun()
         if self._left:
             return
@@ -76,7 +76,7 @@ class Group:
         threading.Thread(target=self.ending, args=(reason[:500],), daemon=True).start()
 
     def _end_all(self, status: int) -> None:
-        """The other ranks are told, if they still hear it."""
+        """Send the error to the other ranks, if they still listen."""
         with contextlib.suppress(Exception):
             self.log.close("it could not go on; its own log says more")
         self._end(status)
@@ -105,7 +105,7 @@ class Group:
 
 
 def lead(runner: LocalRunner, group: Group | None) -> Runner:
-    """The runner of the whole group, around that of rank 0's devices; without a group, this one."""
+    """The runner of the whole group, around the runner of rank 0's devices; without a group, that runner."""
     if group is None:
         return runner
     if not isinstance(group.log, LeaderLog):
@@ -114,7 +114,7 @@ def lead(runner: LocalRunner, group: Group | None) -> Runner:
 
 
 def join(hosts: Hosts, end: Callable[[int], object] = os._exit) -> Group:
-    """Come together with the other ranks: the launch log first, where a secret is asked for, then JAX.
+    """Connect with the other ranks: first the launch log, which requires a secret, then JAX.
 
     Must be called before JAX knows its devices, and once in a process. Raises ConfigError. end: ends the
     process.
@@ -122,18 +122,18 @@ def join(hosts: Hosts, end: Callable[[int], object] = os._exit) -> Group:
     if hosts.hosts == 1:
         raise ConfigError("hosts = 1: there is nobody to join; leave hosts out, or give 2 or more")
     config: Any = jax.config
-    config.update("jax_cpu_collectives_implementation", "gloo")  # of CPU devices alone
+    config.update("jax_cpu_collectives_implementation", "gloo")  # used by CPU devices alone
     group = Group(hosts, end)
     with group.ending.on_error("JAX's processes did not come together"):
         jax.distributed.initialize(
             hosts.coordinator,
             hosts.hosts,
             hosts.rank,
-            cluster_detection_method="deactivate",  # under Slurm it would take one device per process
+            cluster_detection_method="deactivate",  # under Slurm JAX would else take one device per process
             initialization_timeout=max(1, int(hosts.join_seconds)),
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-            # Else it listens on all addresses.
+            # Without it, JAX listens on all addresses.
             coordinator_bind_address=hosts.coordinator if hosts.rank == 0 else None,
         )
     return group

@@ -1,4 +1,4 @@
-"""Facts that must be the same on every rank, and the words for a difference."""
+"""Facts that must be equal on every rank, and the description of a difference."""
 
 import json
 import platform
@@ -9,7 +9,7 @@ _PACKAGES = ("mtp-jax", "jax", "jaxlib", "ml_dtypes", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the compiled programs."""
+    """Versions of Python and of the packages on which compiled programs depend."""
     found = {"Python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -19,24 +19,23 @@ T = TypeVar("T")
 
 
 class LeaderRunner(Runner):
-    """See ``launches.Runner``. A launch that cannot be sent, or fails here, ends the group: no rank goes on
-    alone.
+    """See ``launches.Runner``. A launch that cannot be sent, or fails here, ends the group.
 
     Attributes:
-        local: the runner of this process's devices. Nothing may be launched on it but through this one.
+        local: the runner of this process's devices. All its launches go through ``LeaderRunner``.
     """
 
     def __init__(self, local: LocalRunner, log: LeaderLog, ending: Ending) -> None:
         super().__init__(local.shards, local.layout, local.any_depth)
         self.local, self._log, self._ending = local, log, ending
-        # Launches, here and in the log, are in one order, from all threads.
+        # A lock: launches of all threads have one order, here and in the log.
         self._order = threading.RLock()
         # XLA's autotuning exchanges results between processes: all compile one program after the other.
         self._compiling, self._jobs = threading.Lock(), 0
 
     @property
     def keys(self) -> list[Key]:
-        """Everything that every rank has compiled."""
+        """The keys of programs that every rank has compiled."""
         return self.local.keys
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
@@ -75,7 +74,7 @@ class LeaderRunner(Runner):
         return replace(pending, read=self._checked(pending.read), flush=flush)
 
     def _checked(self, wait: Callable[[], T]) -> Callable[[], T]:
-        """The same, but the group ends if the result does not come."""
+        """A pending result; the group ends if reading it fails."""
 
         def checked() -> T:
             with self._ending.on_error("a launch failed"):

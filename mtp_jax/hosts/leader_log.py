@@ -32,11 +32,11 @@ class LeaderLog:
     """One connection per follower. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
     def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
-        """Listens. Raises ConfigError."""
+        """Listen. Raises ConfigError."""
         self._hosts, self._secret, self._lost = hosts, secret, lost
         self._channels: dict[int, Channel] = {}
         self._taken: set[int] = set()
-        self._refused: dict[int, str] = {}  # who came as which rank with another secret, the last of each
+        self._refused: dict[int, str] = {}  # rank -> the last address that claimed it with another secret
         self._finished = False
         self._told: list[tuple[int, Message]] = []  # messages of followers, to be waited for
         self._changed = threading.Condition()
@@ -55,7 +55,7 @@ class LeaderLog:
     def join(self) -> None:
         """Wait for every follower. Raises ConfigError if they do not all come in time.
 
-        Nothing that comes without the secret ends the wait: its sender may be a stranger under any name.
+        No connection without the secret ends the wait, as its sender may be a stranger under any name.
         """
         self._door.open()
         with self._changed:
@@ -70,7 +70,7 @@ class LeaderLog:
         return [rank for rank in range(1, self._hosts.hosts) if rank not in self._channels]
 
     def _missing(self) -> str:
-        """Why the group has not come together; "" if it has."""
+        """The reason why the group is incomplete; "" if it is complete."""
         absent = self._absent()
         if not absent:
             return ""
@@ -82,17 +82,17 @@ class LeaderLog:
         return "; ".join([f"{which} {late}", *others, f"{how} (--secret-file, or {VARIABLE})"])
 
     def compare(self, mine: Mapping[str, str]) -> None:
-        """Check that all followers are about to do the same. Raises ConfigError for the first difference."""
+        """Check that all followers have the same options. Raises ConfigError for the first difference."""
         for rank in sorted(self._channels):
             theirs = dict(self._wait(rank, messages.Hello).description)
             if found := difference(mine, theirs, rank):
-                self._finished = True  # each rank ends by itself, with this as its reason
+                self._finished = True  # each rank ends by itself, for this reason
                 self.send(messages.Refused(found))
                 raise ConfigError(found)
         self.send(messages.Welcome())
 
     def send(self, message: Logged) -> None:
-        """Tell all followers. Ends the group if one cannot be told."""
+        """Send a message to all followers. Ends the group if it does not reach one."""
         sent = prepared(message)
         with self._sending:
             for rank, channel in self._channels.items():
@@ -107,16 +107,16 @@ class LeaderLog:
             self._wait(rank, messages.Compiled, messages.Compiled(job))
 
     def finish(self) -> None:
-        """All is done: let the followers go."""
-        self._finished = True  # from here on they may go
+        """End the work: let the followers leave."""
+        self._finished = True  # from here on followers may leave
         self.send(messages.End())
         for channel in self._channels.values():
             channel.finish()
 
     def close(self, reason: str) -> None:
-        """End the connections, and say why."""
+        """End the connections, and send the reason."""
         self._door.close()
-        if self._sending.acquire(timeout=0.2):  # its holder may be stuck
+        if self._sending.acquire(timeout=0.2):  # a sender may be stuck
             for channel in self._channels.values():
                 with suppress(WireError):
                     channel.send(messages.Failed(reason))
@@ -155,7 +155,7 @@ class LeaderLog:
     # Newcomers
 
     def _prove(self, sock: socket.socket, peer: str) -> None:
-        """Take a connection in if it is a follower that is missing; else drop it and go on waiting."""
+        """Accept a connection of a missing follower; drop any other connection."""
         given: list[int] = []
 
         def take(claim: bytes) -> None:
@@ -175,13 +175,13 @@ class LeaderLog:
         except WireError as refused:
             sock.close()
             with self._changed:
-                self._taken.difference_update(given)  # it was lost meanwhile, and may come again
+                self._taken.difference_update(given)  # the rank was lost meanwhile, and may connect again
             _LOG.warning("launch log: dropped a connection from %s: %s", peer, refused)
             if refused.reason == "secret" and refused.claim is not None:
                 self._note(peer, *RANK.unpack(refused.claim))
 
     def _note(self, peer: str, rank: int) -> None:
-        """Somebody who speaks the log's protocol came as this rank, with another secret."""
+        """Record a connection that claimed this rank with another secret."""
         with self._changed:
             if rank not in self._absent():
                 return
@@ -194,7 +194,7 @@ class LeaderLog:
             self._refused[rank] = peer
 
     def _take(self, claim: bytes) -> int:
-        """Give a rank to the one who knows the secret and asks first. Raises WireError."""
+        """Give a rank to the first connection with the secret that claims it. Raises WireError."""
         (rank,) = RANK.unpack(claim)
         with self._changed:
             if not 0 < rank < self._hosts.hosts:

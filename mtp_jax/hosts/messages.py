@@ -13,14 +13,14 @@ from mtp_jax.wire.connection import WireError
 
 
 class LogError(WireError):
-    """A message that must not come."""
+    """An unexpected message."""
 
     def __init__(self, message: str) -> None:
         super().__init__("protocol", message)
 
 
 class Message:
-    """Anything but a launch."""
+    """A message that is no launch."""
 
 
 Logged = Message | Launch[Any]
@@ -29,7 +29,7 @@ Logged = Message | Launch[Any]
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """This end lives."""
+    """A sign of life."""
 
 
 # The start and the end
@@ -44,19 +44,19 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """All are about to do the same."""
+    """All ranks have the same options."""
 
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """They are not."""
+    """A rank has other options, so the group does not start."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed(Message):
-    """The sender ends, and cannot go on."""
+    """The sender has failed, and ends."""
 
     reason: str
 
@@ -71,7 +71,7 @@ class End(Message):
 
 @dataclass(frozen=True)
 class Compile(Message):
-    """Compile a program, which has this number."""
+    """Compile a program, and give it this number."""
 
     job: int
     key: Key

@@ -1,4 +1,4 @@
-"""Which process of a group this one is, and where the group meets. No jax here: the command line reads it."""
+"""The rank of this process in a group, and the group's address. No jax here: the command line reads it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,8 @@ _MOST_PORT = 65535
 class Hosts:
     """One engine over several processes, as a rule one per host. Raises ConfigError.
 
-    The launch log has a port of its own, the one after the coordinator's: one address is enough to start a
-    group, and it is the only port beside JAX's that a firewall must let through.
+    The launch log's port is the coordinator's plus 1, so one address is enough to start a group; a firewall
+    must let this port and JAX's through.
     """
 
     hosts: int = option(

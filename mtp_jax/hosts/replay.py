@@ -1,8 +1,7 @@
-"""A follower: repeats the leader's launches on its own devices. It decides nothing, and reads nothing.
+"""A follower: it repeats the leader's launches on its own devices, without decisions of its own.
 
-No scheduler, tokenizer, grammar or clock: the leader's decisions by text, time or measurement are in the log.
-The runner's deferred work, and its flushes, follow from the launches alone, so they are the same on every
-rank.
+It has no scheduler, tokenizer, grammar or clock: the log has all decisions by text, time or measurement. The
+runner's deferred work, and its flushes, follow from the launches alone, so they are the same on every rank.
 """
 
 import queue
@@ -21,7 +20,7 @@ from mtp_jax.hosts.messages import Compile, End, LogError, Logged, Masks, Publis
 
 
 def replay(runner: LocalRunner, log: FollowerLog, ending: Ending) -> int:
-    """Follow until the leader ends. Returns how many operations there were. An error ends the process."""
+    """Follow until the leader ends. Returns the number of operations. An error ends the process."""
     follower = _Follower(runner, log, ending)
     count = 0
     with ending.on_error("a launch of rank 0 could not be repeated"):
@@ -36,11 +35,11 @@ class _Follower:
         self._runner, self._log, self._ending = runner, log, ending
         self._jobs: queue.SimpleQueue[tuple[int, Key]] = queue.SimpleQueue()
         self._programs: dict[int, Future[Any]] = {}
-        # Beside the launches, which go on while the leader compiles in the background.
+        # Compile beside the launches, which go on while the leader compiles in the background.
         threading.Thread(target=self._build, name="log-compile", daemon=True).start()
 
     def do(self, message: Logged) -> None:
-        """One operation. Raises LogError if it must not come, and the operation's own errors."""
+        """Do one operation. Raises LogError for an unexpected one, and the operation's own errors."""
         match message:
             case Launch():
                 key = getattr(message, "key", None)
@@ -65,6 +64,6 @@ class _Follower:
                 self._log.compiled(job)
 
     def _masks(self, drafts: np.ndarray | None, parents: np.ndarray | None = None) -> np.ndarray:
-        """The leader's masks, made of the same drafts."""
+        """The leader's masks, which it made from the same drafts."""
         del drafts, parents
         return self._log.expect(Masks).allowed

@@ -70,8 +70,8 @@ class DraftModule(Protocol):
         ...
 
     @property
-    def vocab(self) -> int:
-        """The trunk's vocabulary."""
+    def trunk(self) -> ModelConfig:
+        """Sizes of the trunk, whose tokens are drafted."""
         ...
 
     def layer(self, params: Params, k: int) -> Layer:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.config import Eagle3Config, ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
+from mtp_jax.model.head_config import Eagle3Config
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.params import Eagle3, Layer, Params
 from mtp_jax.model.products.plain import Stream
@@ -22,11 +23,16 @@ from mtp_jax.model.products.plain import Stream
 
 @dataclass(frozen=True)
 class Eagle3Head:
-    """A head beside a trunk as a ``DraftModule``. vocab: the trunk's."""
+    """The head of a trunk as a ``DraftModule``."""
 
-    head: Eagle3Config
-    vocab: int
+    trunk: ModelConfig
     name: str = "eagle3"
+
+    @property
+    def head(self) -> Eagle3Config:
+        """Sizes and options of the head."""
+        assert isinstance(self.trunk.drafter, Eagle3Config), "the trunk has no EAGLE-3 head"
+        return self.trunk.drafter
 
     @property
     def cfg(self) -> ModelConfig:
@@ -81,9 +87,9 @@ class Eagle3Head:
         if p.target_offset is None:
             return own
         ids = jnp.arange(own.shape[-1]) + p.target_offset
-        return jnp.full((*own.shape[:-1], self.vocab), -jnp.inf).at[..., ids].set(own)
+        return jnp.full((*own.shape[:-1], self.trunk.vocab_size), -jnp.inf).at[..., ids].set(own)
 
 
 def _of(params: Params) -> Eagle3:
-    assert params.drafter is not None, "the configuration has a head, the parameters have none"
+    assert isinstance(params.drafter, Eagle3), "the configuration has a head, the parameters have none"
     return params.drafter

@@ -38,9 +38,9 @@ class NextNLayers:
         return range(first, first + self.cfg.num_nextn_predict_layers)
 
     @property
-    def vocab(self) -> int:
-        """The trunk's vocabulary."""
-        return self.cfg.vocab_size
+    def trunk(self) -> ModelConfig:
+        """Sizes of the trunk, which are theirs."""
+        return self.cfg
 
     def layer(self, params: Params, k: int) -> Layer:
         """The decoder block of layer ``k``."""

@@ -2,5 +2,5 @@
 
     config -> weights, work -> memory, step_time (a band) -> table -> text, JSON, picture
 
-Nothing here needs jax or a GPU. ``published`` has the figures that the estimate is held against.
+Nothing here needs jax or a GPU. ``published`` has the figures that estimates are compared with.
 """

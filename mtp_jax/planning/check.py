@@ -1,4 +1,4 @@
-"""The estimate beside published speeds."""
+"""Comparison of the estimate with published speeds."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Error of the middle: 0.1 where it is a tenth too high."""
+        """Relative error of the middle: 0.1 where the estimate is a tenth too high."""
         return self.middle / self.point.rate - 1
 
     @property
@@ -42,19 +42,19 @@ def compare(point: Point) -> Compared:
 
 
 def median_error(compared: Sequence[Compared]) -> float:
-    """The median of the errors of the middles, too high or too low alike, as a factor less one."""
+    """The median error of the middles, as a factor less one; too high and too low count alike."""
     logs = [abs(math.log1p(c.error)) for c in compared]
     return math.expm1(statistics.median(logs))
 
 
 def orderings() -> list[tuple[str, str, bool]]:
-    """(the faster point as published, the slower one, whether the estimate agrees), of held-out points."""
+    """Pairs of held-out points: (faster as published, slower, whether the estimate agrees)."""
     middle = {p.name: compare(p).middle for p in HELD_OUT}
     return [(faster, slower, middle[faster] > middle[slower]) for faster, slower in ORDERED]
 
 
 def text() -> str:
-    """Printed tables: the fitted points, the held-out points, medians and orderings."""
+    """The comparison as text: the fitted points, the held-out points, medians and orderings."""
     parts = []
     for title, points in (("Fitted", FITTED), ("Held out: looked up after the fit", HELD_OUT)):
         compared = [compare(p) for p in points]

@@ -10,11 +10,9 @@ from mtp_jax.planning.hardware import Gpu, Rate
 from mtp_jax.planning.weights import Storage
 
 Exchange = Literal["gather", "all-to-all", "per-expert"]
-"""How rows reach their experts.
-
-gather: every GPU gets all rows, and sums are reduced and scattered.
-all-to-all: a row goes once to each GPU that holds experts of it.
-per-expert: a row goes once for each of its experts, as DeepEP's low-latency kernels send it.
+"""The exchange: the way of rows to their experts. gather: every GPU gets all rows, and sums are reduced and
+scattered. all-to-all: a row goes once to each GPU that holds experts of it. per-expert: a row goes once for
+each of its experts, as DeepEP's low-latency kernels send it.
 """
 
 
@@ -29,17 +27,17 @@ class Deployment:
         data: groups of GPUs, each with requests of its own.
         model: GPUs in a group, which divide heads, dense layers and the vocabulary. All divide the experts.
         hosts: NVLink domains that the GPUs are spread over.
-        requests: how many are decoded at a time, by all GPUs together.
-        context: cached tokens of each.
+        requests: number of requests decoded at a time, by all GPUs together.
+        context: cached tokens of each request.
         depth: drafts per step.
         tokens_per_step: tokens that a request gains per step.
         cache: "bfloat16" or "fp8".
         attention: the format that attention multiplies. This engine first expands an FP8 cache to bfloat16.
         redundant: second copies of experts.
         imbalance: rows of experts of the busiest GPU over the mean.
-        exchange: how rows reach their experts.
+        exchange: the way of rows to their experts.
         memory_fraction: the share of a GPU's memory that is used.
-        micro_batches: 2: one half is computed while the other is exchanged.
+        micro_batches: with 2, one half is computed while the other is exchanged.
     """
 
     cfg: ModelConfig
@@ -65,12 +63,12 @@ class Deployment:
 
     @property
     def gpus(self) -> int:
-        """How many GPUs there are."""
+        """Number of GPUs."""
         return self.data * self.model
 
     @property
     def busiest(self) -> int:
-        """Requests of the group that has most."""
+        """Number of requests of the group with most."""
         return -(-self.requests // self.data)
 
     @property

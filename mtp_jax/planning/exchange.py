@@ -27,8 +27,8 @@ class Sent:
 def to_experts(d: Deployment, rows: float, fit: Fit) -> Sent:
     """The exchange of one MoE layer, there and back, of ``rows`` rows of the busiest group.
 
-    Rows go out in the format that experts multiply, and sums come back in bfloat16. The GPUs of a group share
-    the work. Bytes divide over NVLink and the network as the GPUs do.
+    Rows travel in the format that experts multiply, and sums return in bfloat16. The GPUs of a group share
+    the work. Bytes divide over NVLink and the network in the ratio of GPUs inside and outside of the domain.
     """
     if d.data == 1:
         return Sent()

@@ -1,9 +1,9 @@
-"""Shares of a GPU's peaks that software reaches: the numbers that are fitted, not derived. All are here.
+"""Shares of a GPU's peaks that software reaches: the only numbers that are fitted, not derived.
 
 Fitted by hand, as of November 2026, to the 17 points of ``published.toml``: speeds of SGLang, of DeepSeek's
-own service and of TensorRT-LLM. Nothing of it was measured on a GPU with this engine. ``LEAN`` is software
-with fused kernels, graphs and tuned products; ``USUAL`` is LEAN times a second set of factors, for software
-that has fewer of them. A published speed is expected between the two; they are the band of every estimate.
+own service and of TensorRT-LLM. None was measured on a GPU with this engine. ``LEAN`` is software with fused
+kernels, graphs and tuned products; ``USUAL`` is LEAN times a second set of factors, for software that has
+fewer of them. A published speed is expected between the two; they are the band of every estimate.
 """
 
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Fit:
     overlap: float
 
     def on(self, gpu: Gpu) -> "Fit":
-        """The same on one kind of GPU."""
+        """The shares on one kind of GPU."""
         share = YOUNG if gpu.young else 1.0
         return replace(self, products=self.products * share, attention=self.attention * share)
 

@@ -1,4 +1,4 @@
-"""GPUs as their makers describe them.
+"""Kinds of GPUs, as their makers describe them.
 
 Peaks are dense, without sparsity. Sources: NVIDIA's data sheets of H100, H200, HGX B200 and GB200 NVL72, the
 dense peaks of the last two as glennklockwood.com/garden/processors/B200 has them; for H800 (an H100 with less
@@ -63,7 +63,7 @@ GPUS = {gpu.name: gpu for gpu in _ALL}
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU by its name, in any case. Raises ConfigError for an unknown one."""
+    """The GPU of this name, in upper or lower case. Raises ConfigError for an unknown one."""
     try:
         return GPUS[name.lower()]
     except KeyError:

@@ -16,8 +16,7 @@ class Memory:
     """Bytes of one GPU.
 
     Attributes:
-        of: the whole memory, the weights (NextN layers included if anything is drafted) and the programs'
-            part.
+        of: the whole memory, the weights (with NextN layers if there are drafts) and the programs' part.
         experts: bytes of routed experts among the weights.
         per_token: cache of a token, in all layers.
         groups: groups of GPUs, each with a cache for requests of its own.
@@ -47,7 +46,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """The least that must be there: weights, overhead and one request's cache."""
+        """The least memory: weights, overhead and one request's cache."""
         return self.of.taken + self.overhead + self.per_token * self.context
 
 

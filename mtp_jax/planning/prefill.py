@@ -1,4 +1,4 @@
-"""Prompt tokens per second that a GPU reads while it does nothing else."""
+"""Prompt tokens per second that a GPU prefills while it does no other work."""
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.deployment import Deployment

@@ -29,7 +29,7 @@ class Point:
         source: a key of ``SOURCES``.
         deployment: the model, the GPUs and the load.
         rate: tokens per second, of one user or of one GPU.
-        per_user: which of them.
+        per_user: whether ``rate`` is that of one user.
         open: assumptions about facts that the source leaves out.
     """
 
@@ -42,7 +42,7 @@ class Point:
 
 
 def _with_base(table: JsonMapping) -> JsonObject:
-    """The keys of a table, and of its base where it has none of its own."""
+    """The keys of a table, with the values of its base for keys that it lacks."""
     base = _with_base(_DATA["base"][table["base"]]) if "base" in table else {}
     return base | {key: value for key, value in table.items() if key != "base"}
 

@@ -42,7 +42,7 @@ class Step:
 
     @property
     def total(self) -> float:
-        """Seconds of all."""
+        """Seconds of all pieces."""
         return sum(self.seconds.values())
 
 
@@ -105,7 +105,7 @@ def step(d: Deployment, fit: Fit) -> Step:
 
 def drafting(d: Deployment, fit: Fit) -> float:
     """Seconds of K passes of a NextN layer over one row of each request, with the head; and of the rows that
-    the window adds to the NextN cache, which cost the merge and the layer's keys."""
+    the window adds to the NextN cache, each of which takes the merge and the layer's keys."""
     if not d.depth:
         return 0.0
     layers, once = nextn(d.cfg), _Times(d, fit, d.busiest, d.requests, 1)
@@ -143,7 +143,7 @@ class _Times:
     width: int
 
     def roofline(self, nbytes: float, flops: float, rate: Rate, share: float) -> float:
-        """The longer time: reading or computing."""
+        """The longer of the times of reading and of computing."""
         gpu = self.d.gpu
         return max(nbytes / (gpu.bandwidth * self.fit.memory), flops / (gpu.peak(rate) * share))
 
@@ -183,8 +183,8 @@ class _Times:
         seen = expected_experts(d.cfg, rows) / b.experts * held
         mean, spread = rows * d.cfg.num_experts_per_tok / d.gpus, d.imbalance if d.gpus > 1 else 1.0
         if d.gpus > 1:
-            # Few experts are chosen, and unevenly: the busiest GPU has more than the mean, by one standard
-            # deviation, the root of the mean.
+            # Few experts are chosen, and unevenly: the busiest GPU is taken to have one standard deviation,
+            # the root of the mean, more than the mean.
             seen = min(seen + seen**0.5, held)
         kept = d.storage.experts
         flops = 2 * mean * spread * b.expert

@@ -14,7 +14,7 @@ Range = tuple[float, float]
 """Two figures: with usual software, with lean software."""
 
 _GROWTH = 4
-"""Between the numbers of requests that are shown unless some are asked for."""
+"""Factor between the numbers of requests that are shown by default."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Plan:
     """Needs and speeds of a deployment.
 
     Attributes:
-        base: model, GPUs and options; no row has its load.
+        base: model, GPUs and options; its load is not that of any row.
         memory: memory with and without drafts; a side that does not fit is left out.
-        rows: the loads that fit, by requests and depth.
+        rows: the loads that fit, in order of requests and depth.
         notes: sentences about loads that do not fit.
         price: cost of a GPU per hour; None: not given.
     """

@@ -64,6 +64,6 @@ def _row(row: Row, price: float | None) -> str:
 
 
 def _band(ends: Range, digits: int) -> str:
-    """Both ends, the lower first."""
+    """Both ends of a band as text, the lower first."""
     low, high = sorted(ends)
     return f"{low:,.{digits}f}-{high:,.{digits}f}"

@@ -7,14 +7,15 @@ from typing import Literal
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK
+from mtp_jax.model.layer_specs import Layer, Moe
 from mtp_jax.model.spec import Spec, count, leaves
-from mtp_jax.model.specs import Layer, Moe, Params, param_specs
+from mtp_jax.model.specs import Params, param_specs
 from mtp_jax.planning.hardware import Rate
 
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are kept.
+    """The format in which weights are stored.
 
     Attributes:
         name: the name in printed tables.
@@ -75,7 +76,7 @@ def _kind(spec: Spec) -> Literal["narrow", "half", "single"]:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights by the way in which they are kept.
+    """Numbers of weights, by the way in which they are stored.
 
     Attributes:
         narrow: projections, in the checkpoint's format if it has one.
@@ -98,16 +99,16 @@ class Weights:
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder block, divided as the GPUs of one data shard divide it among them.
+    """A decoder block, in the parts that the GPUs of one data shard divide in different ways.
 
     Attributes:
-        whole: parts of attention that each of them has whole: norms, low ranks, the indexer, keys and
-            values of grouped-query attention.
-        heads: parts of attention that they divide by heads.
-        mlp: the dense MLP or the shared experts, which they divide by width.
-        router: the router, whole on each; nothing in a dense block.
+        whole: parts of attention that each GPU has whole: norms, low ranks, the indexer, keys and values of
+            grouped-query attention.
+        heads: parts of attention that GPUs divide by heads.
+        mlp: the dense MLP or the shared experts, which GPUs divide by width.
+        router: the router, whole on each GPU; zero in a dense block.
         expert: weights of one routed expert. Experts are divided over all GPUs.
-        experts: how many there are; 0 in a dense block.
+        experts: number of routed experts; 0 in a dense block.
     """
 
     whole: Weights
@@ -132,7 +133,7 @@ class Block:
 
     @property
     def parts(self) -> tuple[Weights, ...]:
-        """Everything but routed experts."""
+        """All parts but routed experts."""
         return self.whole, self.heads, self.mlp, self.router
 
 

@@ -26,8 +26,8 @@ def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> Attentio
     """Attention of ``width`` tokens over ``cached`` rows; NextN layers count on from the trunk's.
 
     With sparse attention and more rows than a token may choose, the indexer scores all index keys, and each
-    token reads its own rows while these are fewer than all (`model/attention/source.py: Paged.of`). Otherwise
-    every row is read once, and every pair of a token and a row is computed.
+    token reads its own rows if these are together fewer than all rows (`model/attention/source.py:
+    Paged.of`). Otherwise every row is read once, and every pair of a token and a row is computed.
     """
     index, rows, pairs = cfg.indexer, cached, width * cached
     if index is None or cached <= index.topk:

@@ -1,1 +1,1 @@
-"""Where the time of prefill and of draft-and-verify steps goes: ``mtp-jax profile`` (docs/profiling.md)."""
+"""The time of prefill and of draft-and-verify steps, by part: ``mtp-jax profile`` (docs/profiling.md)."""

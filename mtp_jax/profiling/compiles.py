@@ -1,4 +1,4 @@
-"""Every compilation, with its time: none may fall into the measured time."""
+"""A record of compilations with their times, as none may fall into the measured time."""
 
 import json
 import time
@@ -15,11 +15,11 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass(frozen=True)
 class Compile:
-    """One compilation, or one read from the compile cache.
+    """A compilation, or a program read from the compile cache.
 
     Attributes:
         program: the function's name, such as ``jit(step_b8_k3_p16)``.
-        seconds: that it took.
+        seconds: its duration.
         ended: ``time.perf_counter()`` at its end.
     """
 

@@ -1,14 +1,14 @@
 """Costs of a program as XLA counts them.
 
-It counts the body of a loop once, however often it runs, so its figures leave most of the experts out; and it
-counts an operand again for everything that reads it. ``bench.cost`` counts from the model.
+XLA counts the body of a loop once for any number of rounds, so its figures leave most experts out; and it
+counts an operand once for each of its readers. ``bench.cost`` counts from the model instead.
 """
 
 from jax.stages import Compiled
 
 
 def by_xla(program: Compiled) -> dict[str, float]:
-    """FLOPs and bytes as XLA counts them; empty where the backend does not say."""
+    """FLOPs and bytes as XLA counts them; empty where the backend gives none."""
     found = program.cost_analysis() or {}
     return {name: found[name] for name in ("flops", "bytes accessed", "transcendentals") if name in found}
 

@@ -13,7 +13,7 @@ from mtp_jax.profiling.compiles import Compile
 from mtp_jax.profiling.scopes import BOOKKEEPING, PHASES, Scope
 from mtp_jax.profiling.trace import DISPATCH, HOST_GAP
 
-# Phases whose "part" is a remark, no part of the model.
+# Phases whose "part" is a remark instead of a part of the model.
 _NO_PART = (BOOKKEEPING, DISPATCH.phase, HOST_GAP.phase)
 
 
@@ -22,8 +22,8 @@ class Program:
     """An executable that ran while the trace was taken.
 
     Attributes:
-        name: in HLO and in the trace.
-        launches: their number in the traced steps; 0 where the backend does not tell launches apart.
+        name: its name in HLO and in the trace.
+        launches: number of launches in the traced steps; 0 where the backend does not separate launches.
         seconds: mean time of a traced launch, from its first instruction to its last.
         work: the least bytes and operations of a launch.
         xla: FLOPs and bytes as XLA counts them.
@@ -55,18 +55,18 @@ class Program:
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything report.md says.
+    """The contents of report.md.
 
     Attributes:
         model: the model's name.
         options: options of the profile.
         environment: versions and machine.
-        seconds: per step, without the profiler.
-        traced: per step, with it.
+        seconds: seconds per step, without the profiler.
+        traced: seconds per step, with the profiler.
         wall: seconds of the traced time over its steps; the scopes add up to it.
-        plain: seconds per step of equally many slots without drafts and profiler; None: not measured.
+        plain: seconds per step of the same number of slots without drafts and profiler; None: not measured.
         speculation: counts of the slots that decoded in all measured steps.
-        scopes: seconds per traced step.
+        scopes: seconds per traced step, by scope.
         programs: programs that ran.
         peaks: peaks of the machine.
         compiles: all compilations before the measured steps.

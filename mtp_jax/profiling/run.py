@@ -44,7 +44,7 @@ class Options:
 
 
 def profile(subject: Subject, options: Options, out: Path) -> Profile:
-    """Write everything to ``out`` and return the report.
+    """Write all results to ``out`` and return the report.
 
     The steps are measured twice: without the profiler, which makes small instructions slow, and with it, for
     the shares of the scopes. Raises ConfigError for options that do not go together, MtpJaxError if a
@@ -106,9 +106,9 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
 
 
 def _plain(subject: Subject, o: Options) -> Spread | None:
-    """Seconds of a step without drafts over equally many slots: the baseline of steps that verify.
+    """Seconds of a step without drafts over the same number of slots: the baseline of steps that verify.
 
-    None for other phases. Its engine is gone before the profiled one is made.
+    None for other phases. Its engine is freed before the profiled engine is made.
     """
     if o.phase != "verify":
         return None
@@ -117,14 +117,14 @@ def _plain(subject: Subject, o: Options) -> Spread | None:
 
 
 def _clear(out: Path) -> None:
-    """Away with the programs and traces of an earlier profile; everything else is written over."""
+    """Delete the programs and traces of an earlier profile; other files are overwritten."""
     for program in (out / "hlo").glob("*.txt"):
         program.unlink()
     shutil.rmtree(out / "trace" / "plugins", ignore_errors=True)
 
 
 def _timed(work: Workload, steps: int) -> list[float]:
-    """Seconds of every step. The engine reads one step late, so that they keep the device's pace."""
+    """Seconds of every step. The engine reads one step late, so these times show the device's pace."""
     seconds = []
     jax.block_until_ready(local_runner(work.engine).state)
     for i in range(steps):

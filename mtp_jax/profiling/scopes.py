@@ -1,4 +1,4 @@
-"""Named scopes: which part of which phase an instruction of the compiled program belongs to.
+"""Named scopes: the phase and part to which an instruction of a compiled program belongs.
 
 ``jax.named_scope`` puts a path into every instruction's ``op_name``; the compiler keeps it. The names below
 are an interface: reports are keyed by them, and a test asserts that compiled programs have them.
@@ -9,13 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Stages of a step, in order; the stages that a chunk adds; and all stages, with the trunk's pass over a chunk
-# alone and the scores of prompts.
+# Stages of a step, in order; stages that a chunk adds; and all stages, including the trunk's pass over a lone
+# chunk and the scores of prompts.
 STEP_PHASES = ("draft", "verify", "accept", "commit")
 CHUNK_PHASES = ("prefill_drafter", "first_token")
 PHASES = (*STEP_PHASES, *CHUNK_PHASES, "prefill_trunk", "prompt_logprobs")
 
-# Innermost names, and the row of the report that they belong to.
+# Innermost names, and their rows in the report.
 PARTS = {
     "attention_project": "attention",
     "cache_write": "attention",
@@ -37,7 +37,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, order=True)
 class Scope:
-    """A phase of ``PHASES`` and a part of ``PARTS``; ``OTHER`` where the program says neither."""
+    """A phase of ``PHASES`` and a part of ``PARTS``; ``OTHER`` where the program names neither."""
 
     phase: str
     part: str
@@ -45,7 +45,7 @@ class Scope:
 
 NOWHERE = Scope(OTHER, OTHER)
 
-# Programs of their own that run between steps: names in HLO, and their work.
+# Programs that run between steps: names in HLO, and their work.
 BOOKKEEPING = "bookkeeping"
 _BETWEEN_STEPS = {
     "jit_admit": "a request's row enters a slot",
@@ -56,7 +56,7 @@ _BETWEEN_STEPS = {
 
 
 def scope_of_program(module: str) -> Scope:
-    """The scope of everything in a program that is no step: ``jit_update`` renews slots and page tables."""
+    """The scope of a whole program that is no step: ``jit_update`` renews slots and page tables."""
     return Scope(BOOKKEEPING, _BETWEEN_STEPS.get(module, "another program"))
 
 
@@ -119,6 +119,6 @@ def scopes_of(hlo: str) -> dict[str, Scope]:
 
 
 def _most(scopes: Iterable[Scope]) -> Scope:
-    """The most frequent scope, one that names a part before one that does not."""
+    """The most frequent scope; scopes that name a part come first."""
     counted = Counter(s for s in scopes if s.phase != OTHER)
     return max(counted, key=lambda s: (s.part != OTHER, counted[s]), default=NOWHERE)

@@ -1,9 +1,9 @@
 """Time by scope, from a trace of the profiler.
 
-Each moment of the measured time goes to the instruction that runs then: to the innermost one of every thread
-or stream, in equal shares where several run at once. The rest is either *dispatch*, time inside a launched
-program in which none of its instructions runs, or *host gap*, time in which the device has no program. So the
-times of all scopes add up to the wall time.
+Each moment of the measured time goes to the instruction that runs then: to the innermost instruction of every
+thread or stream, in equal shares where several run at once. Other moments are either *dispatch*, time inside
+a launched program in which none of its instructions runs, or *host gap*, time in which the device has no
+program. So the times of all scopes add up to the wall time.
 """
 
 from collections import Counter, defaultdict
@@ -23,7 +23,7 @@ HOST_GAP = Scope("host gap", "no program runs")
 
 @dataclass(frozen=True)
 class Op:
-    """An instruction that ran: nanoseconds, its program's name in HLO, and which launch it belongs to.
+    """An instruction that ran: nanoseconds, its program's name in HLO, and the launch that it belongs to.
 
     kernel: the device's name for it; on a GPU several kernels may belong to one instruction.
     """
@@ -81,14 +81,14 @@ def _ops(events: Iterator) -> Iterator[Op]:
 
 
 def by_scope(trace: Trace, scopes: Mapping[str, Mapping[str, Scope]]) -> dict[Scope, float]:
-    """Nanoseconds of the measured time per scope, which add up to it; ``scopes`` by step, instruction."""
+    """Nanoseconds per scope, which add up to the measured time; ``scopes`` by program, instruction."""
     changes: list[tuple[float, int, Scope]] = []
     for ops in trace.lines:
         for start, end, op in _innermost(ops):
             known = scopes.get(op.module)
             scope = scope_of_program(op.module) if known is None else known.get(op.name, NOWHERE)
             changes += [(max(start, trace.start), 1, scope), (min(end, trace.end), -1, scope)]
-    # Dispatch and host gap fill the time in which nothing else runs.
+    # Dispatch and host gap fill the time in which no instruction runs.
     for start, end in launches(trace).values():
         changes += [(max(start, trace.start), 1, DISPATCH), (min(end, trace.end), -1, DISPATCH)]
     changes += [(trace.start, 1, HOST_GAP), (trace.end, -1, HOST_GAP)]
@@ -130,7 +130,7 @@ def _innermost(ops: Sequence[Op]) -> Iterator[tuple[float, float, Op]]:
 
 
 def launches(trace: Trace) -> dict[tuple[str, object], tuple[float, float]]:
-    """(program, launch) -> (start, end) in nanoseconds. Backends that do not name launches have none."""
+    """(program, launch) -> (start, end) in nanoseconds. Empty where the backend does not name launches."""
     found: dict[tuple[str, object], tuple[float, float]] = {}
     for op in (op for ops in trace.lines for op in ops if op.run is not None):
         start, end = found.get((op.module, op.run), (op.start, op.end))

@@ -1,4 +1,4 @@
-"""The profiled work: an engine kept busy with one kind of step for as long as it is stepped."""
+"""The profiled work: an engine kept busy with one kind of step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class Workload:
 def start(
     subject: Subject, phase: Phase, batch: int, input_len: int, depth: int, steps: int, temperature: float
 ) -> Workload:
-    """An engine that can be stepped ``steps`` times within one phase; everything is compiled.
+    """Start an engine that can be stepped ``steps`` times within one phase; its programs are compiled.
 
     prefill  prompts one after the other, each ended by its first token
     decode   every slot decodes, without drafts
@@ -69,7 +69,7 @@ def start(
         if not engine.scheduler.waiting and (request := next(feed, None)):
             engine.submit(request)
         before = engine.launches
-        while engine.busy and engine.launches == before:  # it may only have read
+        while engine.busy and engine.launches == before:  # a step may only have read
             engine.step()
 
     another = [engine.make_request(p, short) for p in prompts[decoding:][:1]]

@@ -115,7 +115,8 @@ class Server(uvicorn.Server):
         ready: Callable[[], None],
         reporter: Reporter | None = None,
     ) -> None:
-        self._alarm = AcceptanceAlarm(settings.acceptance_floor, settings.acceptance_ceiling)
+        limits = settings.acceptance_floor, settings.acceptance_ceiling
+        self._alarm = AcceptanceAlarm(*((0, 1) if allm.about.engine.law else limits))
         super().__init__(_config(allm, settings, self._alarm))
         self._allm, self._settings, self._ready = allm, settings, ready
         self._reporter = reporter

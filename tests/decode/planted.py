@@ -49,9 +49,11 @@ class Planted(Recursive):
         parents = jax.random.randint(keys[0], shape, 0, jnp.arange(rules.depth) + 1)
         position = s.length[:, None] + tree.depths(tree.lineage(parents))[:, 1:]
         right = jnp.take_along_axis(jnp.asarray(self.texts), jnp.minimum(position, LENGTH - 1), axis=1)
-        wrong = (right + jax.random.randint(keys[1], shape, 1, self.module.vocab)) % self.module.vocab
+        wrong = (
+            right + jax.random.randint(keys[1], shape, 1, self.module.trunk.vocab_size)
+        ) % self.module.trunk.vocab_size
         hit = (jax.random.uniform(keys[2], shape) < self.rate) & (jnp.arange(rules.depth) > 0)
-        probs = None if rules.drafting is None else jnp.zeros((*shape, self.module.vocab))
+        probs = None if rules.drafting is None else jnp.zeros((*shape, self.module.trunk.vocab_size))
         count = jnp.full_like(s.length, rules.depth)
         return Drafts(jnp.where(hit, right, wrong), count, count * 0, None, probs, parents), own
 

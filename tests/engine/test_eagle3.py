@@ -2,27 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from mtp_jax.api.propose import propose
-from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.checkpoint import load
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
-from tests.golden import HEADS, expected, model_dir
+from tests.eagle3 import forward, loaded
+from tests.golden import EAGLES, expected, model_dir
 from tests.models import accepted, make_engine, on_mesh, serve
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-@cache
-def loaded(variant: str) -> Loaded:
-    return load(model_dir(variant), model_dir(variant, "draft"), dtype="float32")
 
 
 def engine_of(variant: str, **config: Any) -> Engine:
@@ -40,7 +38,7 @@ def told(requests: Sequence[Request]) -> list[tuple[list[int], list[int]]]:
     return [(r.progress.output, accepted(r)) for r in requests]
 
 
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_drafts_text_and_acceptance_are_the_oracles(variant: str):
     """From chunks and from cached pages; of the latter also where steps without drafts have left them."""
     engine, want = engine_of(variant, max_num_seqs=1), expected(variant)
@@ -77,7 +75,7 @@ def crowd(variant: str, shortest: int) -> list[tuple[list[int], SamplingParams]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_preemption_changes_nothing(variant: str):
     engine = engine_of(variant, num_pages=6)
     jobs = [(prompt, replace(params, max_tokens=40)) for prompt, params in crowd(variant, 14)]
@@ -88,7 +86,7 @@ def test_preemption_changes_nothing(variant: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_a_mesh_changes_nothing(variant: str):
     found, mesh = loaded(variant), make_mesh(2, 2)
     params = on_mesh(found.params, mesh, found.config)
@@ -96,3 +94,51 @@ def test_a_mesh_changes_nothing(variant: str):
     requests = serve(engine, crowd(variant, 26))
     assert told(requests) == told(serve(engine_of(variant), crowd(variant, 26)))
     assert sum(map(sum, map(accepted, requests))) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trunk", "variant"), [("dsa_v32_rigged", EAGLES[1]), ("glm46", EAGLES[0])])
+def test_a_head_beside_other_trunks(trunk: str, variant: str):
+    """Random heads, of either shape: their drafts without a cache, and the trunk's own text."""
+    head, found, want = (
+        loaded(variant).config.drafter,
+        load(model_dir(trunk), dtype="float32"),
+        expected(trunk),
+    )
+    assert isinstance(head, Eagle3Config)
+    layer = replace(head.layer, hidden_size=found.config.hidden_size)
+    taps, ids = (1, 2, found.config.num_hidden_layers), want["input_ids"]
+    cfg = replace(found.config.with_nextn(()), drafter=replace(head, layer=layer, taps=taps))
+    own = init_params(cfg, jax.random.key(1)).drafter
+    params = replace(found.params, nextn=(), drafter=own)
+    engine = make_engine(params, cfg, max_num_seqs=1, num_speculative_tokens=5)
+    first, drafts, logits = propose(engine, ids.tolist(), 5)
+    plain = forward(params, cfg, ids, np.append(ids[1:], first))
+    assert drafts.tolist() == plain["draft_ids"].tolist()
+    np.testing.assert_allclose(logits, plain["draft_logits"], rtol=0, atol=2e-4)
+    (request,) = serve(engine, [(ids.tolist(), GREEDY)], exactly=True)
+    assert request.progress.output == want["greedy_ids"].tolist()
+    assert request.progress.speculation.drafted > 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", EAGLES)
+def test_pages_that_went_to_the_host_come_back_with_the_fused_state_at_their_end(variant: str):
+    engine, want = engine_of(variant, max_num_seqs=1, num_pages=6, host_cache_gib=0.01), expected(variant)
+    others = [(job(variant, 3)[0][::step], job(variant, 3)[1]) for step in (-1, -2)]
+    serve(engine, [job(variant, 3)], exactly=True)
+    for each in others:
+        serve(engine, [each], exactly=True)
+    (request,) = serve(engine, [job(variant, 3)], compiled=True)
+    assert engine.stats().hits_by_tier["host"] == request.progress.cached_tokens == 16
+    assert accepted(request) == want["spec_accept.3"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"suffix_drafts": True}, {"kv_cache_dtype": "fp8"}], ids=repr)
+@pytest.mark.parametrize("variant", EAGLES)
+def test_matches_and_an_fp8_cache_change_no_text(variant: str, config: dict[str, Any]):
+    engine = engine_of(variant, max_num_seqs=1, **config)
+    drafted, alone = (serve(engine, [job(variant, depth)], exactly=True)[0] for depth in (3, 0))
+    assert drafted.progress.output == alone.progress.output
+    assert sum(accepted(drafted)) > 5

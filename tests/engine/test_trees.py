@@ -76,7 +76,7 @@ class Forked(Recursive):
     ) -> tuple[Drafts, DrafterState]:
         chain = rules.replace(depth=rules.depth // 2, wanted=rules.wanted // 2)
         made, after = super().propose(params, own, s, chain, on)
-        vocab, count = self.module.vocab, jnp.full_like(s.length, rules.wanted)
+        vocab, count = self.module.trunk.vocab_size, jnp.full_like(s.length, rules.wanted)
         twins = jnp.stack([(made.tokens + 1) % vocab, made.tokens], axis=2)
         tokens = jnp.pad(twins.reshape(len(count), -1), ((0, 0), (0, rules.depth % 2)))
         parents = jnp.broadcast_to(jnp.arange(rules.depth) // 2 * 2, tokens.shape)

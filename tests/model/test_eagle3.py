@@ -1,7 +1,6 @@
 """EAGLE-3 heads against the oracle, without an engine: taps, their fusion, the layer, recursion."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -9,72 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.checkpoint import Loaded, load
-from mtp_jax.model import draft_module, trunk
-from mtp_jax.model.backend import xla
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.eagle3 import Eagle3Head
+from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.head_specs import Eagle3
 from mtp_jax.model.params import Params, init_params
-from tests.golden import HEADS, expected, model_dir
-
-ON = xla(experts="dense")
-DRAFTS = 5
-
-
-@cache
-def loaded(variant: str) -> Loaded:
-    return load(model_dir(variant), model_dir(variant, "draft"), dtype="float32")
-
-
-def forward(params: Params, cfg: ModelConfig, ids: np.ndarray, following: np.ndarray) -> dict[str, Any]:
-    """What the head makes of a text, with the token that follows each of its tokens."""
-    assert cfg.drafter is not None
-    module = Eagle3Head(cfg.drafter, cfg.vocab_size)
-
-    @jax.jit
-    def run(params: Params) -> dict[str, Any]:
-        traced = trunk.forward_traced(params, cfg, jnp.asarray(ids)[None], ON, module.features)
-        taps = [traced.taps[k] for k in module.features]
-        fused = module.fuse(params, ON, taps)
-        tokens, rows = jnp.asarray(following)[None], fused
-        drafts, logits = [], []
-        for _ in range(DRAFTS):
-            z = draft_module.teacher_forced(module, params, ON, 0, tokens, rows)
-            logits.append(module.logits(params, 0, z, ON))
-            drafts.append(jnp.argmax(logits[-1][:, -1], axis=-1))
-            tokens = jnp.concatenate([tokens, drafts[-1][:, None]], axis=1)
-            rows = jnp.concatenate([rows, z[:, -1:]], axis=1)
-        forced = draft_module.teacher_forced(module, params, ON, 0, jnp.asarray(following)[None], fused)
-        return {
-            "aux": jnp.concatenate(taps, axis=-1)[0],
-            "fc": fused[0],
-            "fed_back": forced[0],
-            "logits": logits[0][0],
-            "draft_ids": jnp.stack(drafts)[:, 0],
-            "draft_logits": jnp.stack([row[0, -1] for row in logits]),
-        }
-
-    return run(params)
-
-
-def of_head(params: Params, logits: Any) -> np.ndarray:
-    """The columns of the head's vocabulary; the others are -inf."""
-    assert params.drafter is not None
-    offset = np.asarray(params.drafter.target_offset)
-    ids, found = np.arange(len(offset)) + offset, np.asarray(logits)
-    assert np.isneginf(np.delete(found, ids, axis=-1)).all()
-    return found[:, ids]
+from tests.eagle3 import forward, loaded, of_head
+from tests.golden import EAGLES, expected
 
 
 def close(got: Any, want: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_the_head_computes_what_the_oracle_does(variant: str):
     found, want = loaded(variant), expected(variant)
     head, params = found.config.drafter, found.params
-    assert head is not None
+    assert isinstance(head, Eagle3Config)
     assert head.taps == tuple(want["eagle_capture"])
     got = forward(params, found.config, want["input_ids"], want["eagle_in_ids"])
     close(got["aux"], want["eagle_aux"])
@@ -85,12 +35,12 @@ def test_the_head_computes_what_the_oracle_does(variant: str):
     close(of_head(params, got["draft_logits"]), want["draft_rec_logits"])
 
 
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_the_other_state_fed_back_gives_other_drafts(variant: str):
     """The oracle's negative control: before the norm instead of after it, and the other way about."""
     found, want = loaded(variant), expected(variant)
     head = found.config.drafter
-    assert head is not None
+    assert isinstance(head, Eagle3Config)
     other = replace(found.config, drafter=replace(head, normed_output=not head.normed_output))
     got = forward(found.params, other, want["input_ids"], want["eagle_in_ids"])
     close(got["fed_back"], want["eagle_prenorm" if head.normed_output else "eagle_hidden"])
@@ -103,11 +53,11 @@ def test_the_other_state_fed_back_gives_other_drafts(variant: str):
 def options(**changes: Any) -> tuple[ModelConfig, Params]:
     """A random head of another width than its trunk's, with its own embedding, whose layer adds nothing."""
     cfg, params = loaded("eagle3").config, loaded("eagle3").params
-    assert cfg.drafter is not None
+    assert isinstance(cfg.drafter, Eagle3Config)
     layer = replace(cfg.drafter.layer, hidden_size=32, vocab_size=cfg.vocab_size)
     cfg = replace(cfg, drafter=replace(cfg.drafter, layer=layer, maps=False, embeds=True, **changes))
     own = init_params(cfg, jax.random.key(0)).drafter
-    assert own is not None
+    assert isinstance(own, Eagle3)
     scaled = jax.tree.map(lambda w: 1 + 0.1 * jnp.arange(len(w)) / len(w), (own.tap_norms, own.hidden_norm))
     block = replace(own.layer, attention=replace(own.layer.attention, o=0 * own.layer.attention.o))
     block = replace(block, mlp=replace(block.mlp, down=0 * block.mlp.down))
@@ -123,7 +73,7 @@ def normed(x: np.ndarray, weight: jax.Array) -> np.ndarray:
 def test_options_that_the_oracles_heads_do_not_have(tap_norms: int, normed_residual: bool):
     cfg, params = options(tap_norms=tap_norms, normed_residual=normed_residual, logit_scale=0.25)
     p, want = params.drafter, expected("eagle3")
-    assert p is not None
+    assert isinstance(p, Eagle3)
     got = forward(params, cfg, want["input_ids"], want["eagle_in_ids"])
     taps = normed(want["eagle_aux"], p.tap_norms[0]) if tap_norms else want["eagle_aux"]
     fused = taps @ np.asarray(p.fuse).T

@@ -1,23 +1,25 @@
 """Drafts from a part of the vocabulary: chi-square of whole steps, and a control that must fail."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
-from mtp_jax.decode.state import DrafterState
-from mtp_jax.model.config import Eagle3Config
+from mtp_jax.decode.drafter.rules import DraftRules
+from mtp_jax.decode.state import DrafterState, Slots
+from mtp_jax.model.backend import Backend
 from mtp_jax.model.eagle3 import Eagle3Head
+from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.params import Params
 from tests.decode.law import CFG, OPTIONS, Case, V, chi_square, emitted, exact_law
 
 # Token 0 is never drafted.
 LAYER = replace(
     CFG.with_nextn(()), vocab_size=V - 1, num_hidden_layers=1, first_k_dense_replace=1, n_routed_experts=0
 )
-HEAD = Eagle3Config(LAYER, taps=(0, 1, 2), tap_norms=3, maps=True)
+HEAD = Eagle3Config(layer=LAYER, taps=(0, 1, 2), tap_norms=3, maps=True)
 TARGET = replace(CFG.with_nextn(()), drafter=HEAD)
 
 
@@ -25,8 +27,10 @@ TARGET = replace(CFG.with_nextn(()), drafter=HEAD)
 class Leaking(Recursive):
     """Says of its drafts that a quarter of their law lies outside of the head's vocabulary."""
 
-    def propose(self, *given: Any) -> tuple[Drafts, DrafterState]:
-        drafts, own = super().propose(*given)
+    def propose(
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
+    ) -> tuple[Drafts, DrafterState]:
+        drafts, own = super().propose(params, own, s, rules, on)
         assert drafts.probs is not None
         return drafts.replace(probs=0.75 * drafts.probs), own
 
@@ -51,9 +55,9 @@ def p_values(drafter: Drafter, verifier: str, grammar: bool) -> list[float]:
     ],
 )
 def test_lossless(verifier: str, grammar: bool):
-    assert build(TARGET) == Recursive(Eagle3Head(HEAD, V))
+    assert build(TARGET) == Recursive(Eagle3Head(TARGET))
     assert min(p_values(build(TARGET), verifier, grammar)) > 1e-4
 
 
 def test_a_law_that_is_not_renormalised_shows():
-    assert min(p_values(Leaking(Eagle3Head(HEAD, V)), "rejection", grammar=False)) < 1e-9
+    assert min(p_values(Leaking(Eagle3Head(TARGET)), "rejection", grammar=False)) < 1e-9

@@ -1,7 +1,5 @@
 """What the step asks of drafters, and what it refuses of them. Nothing is compiled: shapes tell."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,10 +11,10 @@ from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.suffix import Suffix, _replaced
 from mtp_jax.decode.keys import EXTRA_COLUMNS, Drafting, SamplingMode, StepKey, Verifier
+from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape, put_slots, take_slots
-from mtp_jax.decode.step import Step, accept_drafts
-from mtp_jax.decode.verify import Verdict
+from mtp_jax.decode.step import Step
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.nextn import NextNLayers
@@ -66,15 +64,11 @@ def test_trees_are_steps_of_the_same_shapes():
             assert result.packed.shape == (2, 6 + EXTRA_COLUMNS)
 
 
-def test_acceptance_without_a_path_is_of_chains():
+def test_forced_acceptance_is_of_chains():
     planted = Planted(NextNLayers(TINY), texts=((0,) * LENGTH,) * 2)
     model = Model(TINY, xla_cpu(experts="dense"))
     state = abstract_state(model, planted, StateShape(SLOTS, SLOTS, 16, 1))
-
-    def rated(*given: Any) -> Verdict:
-        return accept_drafts(*given).replace(path=None)
-
-    step = Step(model, planted, StepKey(2, 3, 1, SamplingMode()), rated)
+    step = Step(model, planted, StepKey(2, 3, 1, SamplingMode()), Law((0.5, 0.5, 0.5)))
     with pytest.raises(ConfigError, match="of chains; this drafter makes trees"):
         jax.eval_shape(step, tiny_params(), state)
 
