@@ -240,7 +240,7 @@ class Step:
         """The verdict, and whether logits are finite. logits: None where the likeliest tokens are enough."""
         count = num_drafts(s, drafts)
         if self.law is not None and drafts.parents is not None:
-            raise ConfigError("synthetic_acceptance is of chains; this drafter makes trees")
+            raise ConfigError("synthetic acceptance keeps drafts of chains; this drafter makes trees")
         if logits is None:
             with jax.named_scope("verify"):  # the head belongs to the trunk's pass
                 ids, healthy = best_tokens(hidden, params.table, self.model.on)

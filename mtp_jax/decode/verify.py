@@ -26,7 +26,7 @@ class Verdict(struct.PyTreeNode):
 
     accepted: Int[Array, " B"]  # 0..num_drafts
     token: Int[Array, " B"]  # the correction or the bonus; NO_TOKEN if the target's distribution was NaN
-    # The path in a tree: node 0, the nodes of the accepted drafts in order, then anything; None: a chain.
+    # Node 0 and the nodes of the accepted drafts in order, then anything; None: a chain's, the first nodes.
     path: Int[Array, "B W"] | None = None
 
 
@@ -57,8 +57,8 @@ def walk(
 ) -> Verdict:
     """Walk down a tree (``tree``), from the newest token to the child that is the target's token at its node.
 
-    The walk ends at a node without such a child, with the target's token there. It takes the first of
-    children that are the same token. The emitted tokens are the target's at every node, under any tree.
+    The walk ends at a node without such a child, with the target's token there. Of children that are the same
+    token the first is taken. The emitted tokens are the target's at every node, under any tree.
     """
     bits, index = lineage(parents), jnp.arange(drafts.shape[1])
     hit = (drafts == along(parents, target_ids)) & (drafts >= 0) & (index < num_drafts[:, None])

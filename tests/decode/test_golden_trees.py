@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +24,10 @@ from mtp_jax.decode.verify import Verdict
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.trunk import Model
-from tests.golden import TREES, expected, model_dir
+from tests.golden import EAGLES, expected, model_dir
 
 # Trees of a variant, nodes of the largest one, and rows for it and for the prompt before it.
-ROWS, WIDTH, PAGE, PROMPT = 7, 17, 64, 32
+ROWS, WIDTH, PAGE, PROMPT = 2, 12, 64, 32
 Found = tuple[np.ndarray, Verdict, np.ndarray, np.ndarray]
 
 
@@ -40,14 +39,14 @@ def programs(cfg: ModelConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def judged(params: Any, state: State, drafts: Drafts) -> tuple[jax.Array, Verdict, jax.Array, jax.Array]:
         seen = []
 
-        def accept(logits: jax.Array, *rest: Any) -> Verdict:
+        def recorded(logits: jax.Array, *rest: Any) -> Verdict:
             seen.append((accept_drafts(logits, *rest), logits))
             return seen[0][0]
 
-        # With log-probabilities, as a greedy step keeps no logits.
-        key = StepKey(ROWS, WIDTH - 1, 1, replace(mode, logprobs=0))
-        with mock.patch.object(step, "accept_drafts", accept):
-            _, result = Step(model, drafter, key).verify(params, state, drafts, None)
+        with pytest.MonkeyPatch.context() as patch:  # while it is traced
+            patch.setattr(step, "accept_drafts", recorded)
+            verifying = Step(model, drafter, StepKey(ROWS, WIDTH - 1, 1, mode))
+            _, result = verifying.verify(params, state, drafts, None)
         return result.packed, *seen[0], _windows(state, drafts, 1).view.visible.mask(WIDTH, PAGE)
 
     key = StepKey(0, 0, 1, mode, tokens=PROMPT, prompts=ROWS)
@@ -78,8 +77,8 @@ def reader(variant: str) -> Callable[[Drafts], Found]:
 
 
 def golden_trees(variant: str) -> list[dict[str, np.ndarray]]:
-    want = expected(variant)
-    names = sorted({key.rpartition(".")[0] for key in want if key.startswith("tree.")})
+    want = expected(variant, "trees")
+    names = sorted({key.rpartition(".")[0] for key in want})
     return [{key.rpartition(".")[2]: a for key, a in want.items() if key.startswith(f"{n}.")} for n in names]
 
 
@@ -94,7 +93,7 @@ def drafts_of(trees: list[dict[str, np.ndarray]]) -> Drafts:
     return Drafts(jnp.asarray(tokens), there, there * 0, None, None, jnp.asarray(parents))
 
 
-@pytest.mark.parametrize("variant", TREES)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_trees_are_verified(variant):
     trees = golden_trees(variant)
     packed, verdict, logits, mask = reader(variant)(drafts_of(trees))
@@ -110,14 +109,14 @@ def test_trees_are_verified(variant):
         np.testing.assert_array_equal(packed[row, : packed[row, WIDTH + COUNT]], want["emitted"])
         assert packed[row, WIDTH + ACCEPTED] == accepted - 1
         depths.append(accepted - 1)
-    assert max(depths) == {"tree": 2, "tree_loud": 0}[variant]
+    assert depths == {"eagle3": [2, 2], "eagle3_mla": [3, 3]}[variant]
 
 
 def test_a_mask_of_other_ancestors_would_show():
-    trees = golden_trees("tree_loud")
+    trees = golden_trees("eagle3")
     for own in trees:
         own["parents"] = np.arange(len(own["parents"])) - 1
-    *_, logits, _ = reader("tree_loud")(drafts_of(trees))
+    *_, logits, _ = reader("eagle3")(drafts_of(trees))
     for row, want in enumerate(trees):
         n = len(want["tokens"])
         assert np.abs(logits[row, :n] - want["target_logits"]).max() > 1

@@ -1,7 +1,7 @@
 """Small checkpoints with the numbers an independent implementation computes from them (see README.md).
 
 The variants share most of their tensors, so their weights are in one archive, a fifth of their size; draft
-heads and their trunks, and models with trees of drafts, are in others.
+heads and their trunks are in another.
 Checkpoints are assembled under build/ when a test first asks for one.
 """
 
@@ -16,18 +16,11 @@ from pathlib import Path
 import numpy as np
 
 GOLDEN = Path(__file__).parent
+ARCHIVES = tuple(GOLDEN / f"{name}.tar.xz" for name in ("weights", "heads"))
 HEADS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/draft")))
 """Trunks without NextN layers, each with a draft head beside it."""
 EAGLES, BLOCKS = (tuple(v for v in HEADS if v.startswith("eagle3") == eagle) for eagle in (True, False))
-TREES = ("tree", "tree_loud")
-"""Models with trees of their NextN layer's drafts: drafts that are accepted, and loud attention."""
-VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS, *TREES}))
-ARCHIVES = {
-    GOLDEN / "weights.tar.xz": VARIANTS,
-    GOLDEN / "heads.tar.xz": HEADS,
-    GOLDEN / "trees.tar.xz": TREES,
-}
-"""The variants in every archive."""
+VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS}))
 # Variants that an engine decodes.
 DECODED = (
     "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
@@ -82,7 +75,7 @@ def raw_config(variant: str = "v3") -> dict:
 
 
 @functools.cache
-def expected(variant: str = "v3") -> dict[str, np.ndarray]:
-    """Its numbers; README.md explains the keys."""
-    with np.load(GOLDEN / variant / "expected.npz", allow_pickle=False) as file:
+def expected(variant: str = "v3", of: str = "expected") -> dict[str, np.ndarray]:
+    """Its numbers; README.md explains the keys. of: "trees": of an EAGLE-3 head's trees."""
+    with np.load(GOLDEN / variant / f"{of}.npz", allow_pickle=False) as file:
         return dict(file)

@@ -11,7 +11,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from tests.golden import ARCHIVES, GOLDEN
+from tests.golden import ARCHIVES, GOLDEN, HEADS
 
 _FILTER = {
     "id": lzma.FILTER_LZMA2,
@@ -26,8 +26,9 @@ _FILTER = {
 def pack(folder: Path) -> None:
     """Write the archives and the checksums of every safetensors file below ``folder``."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob("*/*/*.safetensors"))}
-    for packed, variants in ARCHIVES.items():
-        _pack(packed, {name: path for name, path in files.items() if name.split("/")[0] in variants})
+    for packed in ARCHIVES:
+        heads = packed.name.startswith("heads")
+        _pack(packed, {name: path for name, path in files.items() if (name.split("/")[0] in HEADS) == heads})
     sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files.items())
     (GOLDEN / "SHA256SUMS").write_text("".join(sums))
 

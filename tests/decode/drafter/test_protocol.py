@@ -68,9 +68,8 @@ def test_forced_acceptance_is_of_chains():
     planted = Planted(NextNLayers(TINY), texts=((0,) * LENGTH,) * 2)
     model = Model(TINY, xla_cpu(experts="dense"))
     state = abstract_state(model, planted, StateShape(SLOTS, SLOTS, 16, 1))
-
-    step = Step(model, planted, StepKey(2, 3, 1, SamplingMode()), Law.of(2, 3))
-    with pytest.raises(ConfigError, match="synthetic_acceptance is of chains; this drafter makes trees"):
+    step = Step(model, planted, StepKey(2, 3, 1, SamplingMode()), Law((0.5, 0.5, 0.5)))
+    with pytest.raises(ConfigError, match="of chains; this drafter makes trees"):
         jax.eval_shape(step, tiny_params(), state)
 
 
