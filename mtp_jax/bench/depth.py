@@ -70,7 +70,7 @@ def _decode(requests: list[Request]) -> Decode:
 
 
 def speedup(plain: Decode, other: Decode) -> Spread:
-    """For each prompt the time of ``plain`` over the time of ``other``."""
+    """The time of ``plain`` over the time of ``other``, for each prompt."""
     return Spread.of([a / b for a, b in zip(plain.seconds, other.seconds, strict=True)])
 
 

@@ -196,7 +196,7 @@ def test_trees_change_no_text(world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_rows_are_where_a_prefill_leaves_them(world):
-    """Every layer has them, the drafter too. All accepted rows were elsewhere: the first node is never right."""
+    """Every layer has them. All accepted rows were elsewhere, as the first node is never right."""
     found = run(world)
     assert found.trees.accepted > 50
     slots, table = found.state.slots, found.state.slots.page_table
