@@ -56,7 +56,7 @@ def directory_of(model: str) -> Path:
 
 
 def load(model: str, drafts: bool = True) -> Subject:
-    """ Load "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
+    """Load "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
 
     drafts: whether the measurement needs NextN layers.
     """
