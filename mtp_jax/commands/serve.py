@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") -> int:
     settings = settings_of(args)
     limits = chosen(args, QueueLimits)
-    # The secret is the group's where there is no hand-over.
+    # Without a hand-over the secret is the group's.
     both = getattr(args, "role", "both") == "both"
     apart = chosen(args, HandoverOptions, [SECRET] if both else [])
     if apart.apart:
@@ -155,7 +155,7 @@ def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Hando
         "address": f"{address} once it is ready; {who}{only}",
     }
     if about.simulated:
-        del rows["programs"]  # there are none
+        del rows["programs"]  # there are no programs
     if handover:
         rows["role"] = handover.describe()
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
