@@ -80,6 +80,8 @@ def rigged(
     rng = np.random.default_rng(seed)
 
     def draw(spec: Spec) -> np.ndarray:
+        if spec.ids:  # a draft head's vocabulary is the end of the trunk's
+            return np.full(spec.shape, cfg.vocab_size - spec.size)
         x = rng.normal(size=spec.shape)
         if spec.init == "ones":
             return 1 + 0.05 * x
@@ -104,7 +106,7 @@ def rigged(
     merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
     layers = tuple(quiet(layer) for layer in raw.layers)
     params = replace(raw, layers=layers, head=head, nextn=tuple(merges))
-    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32), params)
 
 
 @functools.cache
@@ -234,10 +236,11 @@ class Reference:
 _PROGRAMS: dict[Any, Programs] = {}
 
 
-def _shared(programs: Programs, suffix_drafts: bool) -> Programs:
+def _shared(programs: Programs) -> Programs:
     """The programs of the first engine whose programs were made of the same."""
     leaves, tree = jax.tree.flatten((programs._params, programs._state))
-    return _PROGRAMS.setdefault((programs.model, suffix_drafts, tree, tuple(leaves)), programs)
+    made_of = programs.model, programs.drafter, programs.law, tree, tuple(leaves)
+    return _PROGRAMS.setdefault(made_of, programs)
 
 
 @contextmanager
@@ -247,8 +250,7 @@ def sharing_programs() -> Iterator[None]:
 
     def sharing(self: LocalRunner, *given: Any) -> None:
         init(self, *given)
-        *_, suffix_drafts = given
-        self.programs = _shared(self.programs, suffix_drafts)
+        self.programs = _shared(self.programs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalRunner, "__init__", sharing)
@@ -283,7 +285,7 @@ def make_engine(
     enough = replace(sizes, num_pages=None)
     roomy = enough.pages_per_shard(data_size(mesh)) > sizes.pages_per_shard(data_size(mesh))
     runner = make_runner(cfg, params, enough if roomy else sizes, mesh)
-    runner.programs = _shared(runner.programs, sizes.suffix_drafts)
+    runner.programs = _shared(runner.programs)
     return Engine(cfg, sizes, runner, grammars)
 
 

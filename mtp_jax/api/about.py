@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from mtp_jax.api.simulated import MARK as SIMULATED
+from mtp_jax.decode.law import MARK as SYNTHETIC
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.json_object import JsonMapping
 from mtp_jax.model.config import ModelConfig
@@ -25,3 +27,10 @@ class About:
     sampling_defaults: JsonMapping
     simulated: bool
     structured: bool
+
+    @property
+    def mark(self) -> str | None:
+        """The mark of every answer that is not the model's own; None: answers are."""
+        if self.simulated:
+            return SIMULATED
+        return SYNTHETIC if self.engine.law else None

@@ -32,8 +32,8 @@ class WeightUpdate:
     Attributes:
         weight_version: the new one.
         acceptance_before: acceptance length of the probe's prompts with the old weights; None: the model does
-            not draft, there was no prompt, or memory was released. 0.0: a completion failed because the
-            model's numbers were not finite.
+            not draft, acceptance is forced, there was no prompt, or memory was released. 0.0: a completion
+            failed because the model's numbers were not finite.
         acceptance_after: the acceptance length with the new weights.
     """
 

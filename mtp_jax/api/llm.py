@@ -31,6 +31,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.validate import checked_ids
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
@@ -127,7 +128,7 @@ class LLM:
         """The same weights, until they are updated, with an engine of its own that never drafts."""
         self._check_alone("a second engine without speculation")
         other = copy(self)
-        config = replace(self.engine.config, num_speculative_tokens=0, suffix_drafts=False)
+        config = self.engine.config.without_drafts()
         if self.room:  # the first engine has all the memory, so take pages for one request
             config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)
@@ -323,9 +324,13 @@ class LLM:
     ) -> WeightUpdate:
         """The second half: put the new weights in place. prepare: compile the probe's programs."""
         self._check_idle()
-        before = self._probe(probe, prepare)
+        if probe is None and self.tokenizer is None:
+            probe = ()
+        before = self.probe_drafts(probe, prepare)
         self._memory.replace(self.engine, new, weight_version)
-        return WeightUpdate(self.engine.weight_version, before, self._probe(probe, prepare))
+        after = self.probe_drafts(probe, prepare)
+        lengths = (found and found.acceptance_length for found in (before, after))
+        return WeightUpdate(self.engine.weight_version, *lengths)
 
     def release_memory(self, tags: Sequence[Tag] | None = None, *, backup: bool = True) -> None:
         """Release device memory of these parts: "weights", "draft" (NextN layers), "cache".
@@ -358,13 +363,20 @@ class LLM:
         if self.engine.busy:
             raise RequestError("streams are open; read them to their end, or close them, first")
 
-    def _probe(self, prompts: Sequence[Prompt] | None, prepare: bool) -> float | None:
-        """Acceptance length over completions of some prompts; None if there is nothing to measure."""
+    def probe_drafts(
+        self, prompts: Sequence[Prompt] | None = None, prepare: bool = True
+    ) -> Speculation | None:
+        """Results of drafting over a few greedy completions, with the most drafts of every step.
+
+        prompts: None: a few of our own. prepare: compile their programs. Returns None without drafts, under a
+        law, or while memory is released; counts of nothing if a completion failed. Raises RequestError.
+        """
+        depth = self.engine.config.num_speculative_tokens
         if prompts is None:
-            prompts = probing.PROMPTS if self.tokenizer else ()
+            prompts = probing.PROMPTS if self.tokenizer else probing.IDS
         # ``Engine.hold`` does not hold these prompts; all other requests stay in the queue while they run.
-        states = self._states(prompts, probing.PARAMS, holdable=False)
-        if not states or not self.engine.config.num_speculative_tokens or self.released:
+        states = self._states(prompts, probing.params_of(depth), holdable=False)
+        if not states or not depth or self.released or self.engine.config.law:
             return None
         if prepare:
             self._prepare(states)

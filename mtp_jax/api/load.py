@@ -1,5 +1,6 @@
 """A model in memory and the runner of its programs: ``LLM`` serves with them, a follower replays on them."""
 
+import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
 from mtp_jax.model.sharding import with_auto_axes
 from mtp_jax.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     described = ModelConfig.from_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
     _check_dtype(engine)
+    if engine.law:
+        _LOG.warning("%s, whatever the model says: for benchmarks alone", engine.law)
     num_nextn_layers = options.num_nextn_layers
     if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
         num_nextn_layers = 0  # the folder need not have the layers that its config.json declares

@@ -8,12 +8,19 @@ from mtp_jax.engine.speculation import Speculation
 
 # Prose, code and a list, for a caller without prompts of its own: any text will do to compare with.
 PROMPTS = ("Once upon a time", "import os\n\n\ndef main(", "The capital of France is", "1, 2, 3, 4,")
-PARAMS = SamplingParams(temperature=0, max_tokens=32)
+# The same for a model without a tokenizer.
+IDS = tuple((first, first + 1, first + 2) for first in range(0, 12, 3))
+TOKENS = 32
 
 
-def acceptance(states: Sequence[PromptState]) -> float:
-    """The acceptance length of prompts that were completed with ``PARAMS``; 0.0 if one failed."""
+def params_of(depth: int) -> SamplingParams:
+    """Greedy completions with ``depth`` drafts in every step, whatever an adaptive depth would choose."""
+    return SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, num_speculative_tokens=depth)
+
+
+def acceptance(states: Sequence[PromptState]) -> Speculation:
+    """The counts of prompts that were completed; none if a completion failed."""
     outputs = [state.output() for state in states]
     if any(c.finish_reason == "error" for output in outputs for c in output.outputs):
-        return 0.0
-    return sum((output.speculation for output in outputs), Speculation()).acceptance_length
+        return Speculation()
+    return sum((output.speculation for output in outputs), Speculation())

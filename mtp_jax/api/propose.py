@@ -1,4 +1,4 @@
-"""Proposals of the NextN layers after a prompt, made by the engine's own draft program on one request."""
+"""Drafts after a prompt, made by the engine's own draft program on one request."""
 
 from collections.abc import Iterable
 

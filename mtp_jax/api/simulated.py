@@ -27,6 +27,7 @@ def check_simulated(options: LLMOptions) -> None:
         "suffix_drafts": options.suffix_drafts,
         "memory_fraction": options.memory_fraction is not None,
         "redundant_experts": options.redundant_experts > 0,
+        "synthetic_acceptance": options.synthetic_acceptance is not None,
     }
     if wrong := [name for name, value in given.items() if value]:
         raise ConfigError(f"{wrong[0]} means nothing to a simulated model; leave it out, or simulate")

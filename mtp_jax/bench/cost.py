@@ -16,9 +16,10 @@ from jaxtyping import PyTree
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import BlockConfig, head_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, nbytes
-from mtp_jax.model.params import Layer, Moe, NextN, Params, type_of
+from mtp_jax.model.params import BlockHead, Eagle3, Layer, Moe, NextN, Params, type_of
 from mtp_jax.planning.work import attention, expected_experts
 
 
@@ -70,14 +71,24 @@ def of_head(params: Params, size: Measure = nbytes) -> Size:
     return Size(size(params.table))
 
 
-def of_nextn(p: NextN, size: Measure = nbytes) -> Size:
-    """The size of one NextN layer without its tables."""
-    return of_layer(p.layer, size) + Size(size(p.merging))
+Module = NextN | Eagle3 | BlockHead
 
 
-def of_entries(p: NextN, size: Measure = nbytes) -> Size:
-    """The size of a NextN layer's parameters that make its entries of the cache."""
+def of_nextn(p: Module, size: Measure = nbytes) -> Size:
+    """One NextN layer, or a draft head, without its tables."""
+    blocks = (each.layer for each in p.layers) if isinstance(p, BlockHead) else (p.layer,)
+    return sum((of_layer(layer, size) for layer in blocks), Size(size(p.merging)))
+
+
+def of_entries(p: Module, size: Measure = nbytes) -> Size:
+    """The parameters of a NextN layer, or of a draft head, that make its entries of the cache."""
     return Size(size(p.entries))
+
+
+def _of_drawn(params: Params, size: Measure = nbytes) -> Size:
+    """The table behind the drafts' logits."""
+    own = params.drafter and params.drafter.head
+    return Size(size(params.table if own is None else own))
 
 
 @dataclass(frozen=True)
@@ -116,20 +127,24 @@ def of_launch(
     """The work of one launch of an executable, over all devices; padding counts, as it is computed too.
 
     The trunk runs over windows of depth + 1 tokens and the chunk, its head over the windows and the last row
-    of each prompt; NextN and the head once per draft, one row each; and all NextN layers but the last over
-    windows and chunk, to extend the NextN cache; the last computes its entries only. Layers after the first
-    also write their entry of the newest token. Without drafts the windows' NextN entries are deferred.
+    of each prompt; NextN, or a draft head, and the table behind its logits once per draft, one row each (a
+    head that drafts blocks once, all rows together); and, to extend the NextN cache over windows and chunk,
+    all of each layer but the last, of which only the rows. Layers but the first also write their row of the
+    newest token. Without drafts the windows' NextN entries are deferred.
 
     visited: number of different experts of a layer that n rows visit; None: ``expected_experts``.
     """
     visited = visited or partial(expected_experts, cfg)
     itemsize = type_of[dtype].dtype.itemsize
-    nextn = [Part.of(of_nextn, p) for p in params.nextn]
-    rows_only = [Part.of(of_entries, p) for p in params.nextn]
+    modules: tuple[Module, ...] = (params.drafter,) if params.drafter else params.nextn
+    nextn = [Part.of(of_nextn, p) for p in modules]
+    rows_only = [Part.of(of_entries, p) for p in modules]
     head, trunk = Part.of(of_head, params), Part.of(of_trunk, params)
+    drawn, draft_head = Part.of(_of_drawn, params), head_of(cfg)
     cached = key.pages * page_size
-    # Number of layers that attend: 0 where a NextN layer only writes entries.
-    own, none = range(cfg.num_hidden_layers, cfg.num_hidden_layers + 1), range(0)
+    # Layers that attend: a NextN layer's own, or none, where only rows are written.
+    first, none = cfg.num_hidden_layers, range(0)
+    own = range(first, first + (draft_head.sizes.num_hidden_layers if draft_head else 1))
 
     def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
         """Add one pass over rows: (sequences, tokens in each)."""
@@ -140,10 +155,12 @@ def of_launch(
         return Work(part.bytes.touched(experts), 2 * count * active) + attending
 
     def attend(layer: int, rows: tuple[int, int]) -> Work:
-        """Add attention of windows over the cached rows of their slots."""
-        slots, width = rows
-        a = attention(cfg, layer, width, cached)
-        values = a.rows * cfg.row.width + a.keys * (cfg.indexer.dim if cfg.indexer else 0)
+        """Attention of windows over the cached rows of their slots."""
+        (slots, width), of = rows, cfg
+        if draft_head and layer in own:
+            of = draft_head.sizes
+        a = attention(of, layer, width, cached)
+        values = a.rows * of.row.width + a.keys * (of.indexer.dim if of.indexer else 0)
         return Work(slots * values * itemsize, slots * (a.flops + a.scoring))
 
     def extend(rows: tuple[int, int]) -> list[Work]:
@@ -157,9 +174,12 @@ def of_launch(
         run(head, none, windows, (chunk[0], 1)),
     ]
     if key.depth:
-        passes += [run(head, none, one)] * key.depth
-        passes += [run(p, none, one) for p in rows_only[1 : key.depth]]
-        passes += [run(nextn[k % len(nextn)], own, one) for k in range(key.depth)]
+        if isinstance(draft_head, BlockConfig):
+            passes += [run(nextn[0], own, windows), run(drawn, none, (key.slots, key.depth))]
+        else:
+            passes += [run(drawn, none, one)] * key.depth
+            passes += [run(p, none, one) for p in rows_only[1 : key.depth]]
+            passes += [run(nextn[k % len(nextn)], own, one) for k in range(key.depth)]
         passes += extend(windows)
     if key.tokens:
         passes += extend(chunk)

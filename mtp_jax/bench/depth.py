@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtp_jax.bench.acceptance import repeated
-from mtp_jax.bench.report import Report, Spread
+from mtp_jax.bench.report import Report, Spread, forced
 from mtp_jax.bench.subject import Prompts, Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
+from mtp_jax.decode.law import Asked
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -69,7 +70,7 @@ def _decode(requests: list[Request]) -> Decode:
 
 
 def speedup(plain: Decode, other: Decode) -> Spread:
-    """For each prompt the time of ``plain`` over the time of ``other``."""
+    """The time of ``plain`` over the time of ``other``, for each prompt."""
     return Spread.of([a / b for a, b in zip(plain.seconds, other.seconds, strict=True)])
 
 
@@ -80,10 +81,12 @@ def run(
     prompts: int,
     prompt_tokens: int,
     max_tokens: int,
+    synthetic_acceptance: Asked | None = None,
 ) -> Report:
     """Decode the same prompts at each temperature and depth, each depth against depth 0 of its temperature.
 
-    Depth 0 is always among them. Raises ConfigError or RequestError for sizes and temperatures out of range.
+    Depth 0 is always among them. synthetic_acceptance: of the others, as the option of ``LLM``. Raises
+    ConfigError or RequestError for sizes and temperatures out of range.
     """
     depths, temperatures = sorted({0, *depths}), list(dict.fromkeys(temperatures))
     if max_tokens < 2:
@@ -91,7 +94,8 @@ def run(
     for temperature in temperatures:
         SamplingParams(temperature=temperature)  # refuses a bad temperature before the measurement
     given = prompts_for(subject, prompts, prompt_tokens)
-    engines = {d: subject.engine(d, 1, prompt_tokens + max_tokens) for d in depths}
+    length, asked = prompt_tokens + max_tokens, synthetic_acceptance
+    engines = {d: subject.engine(d, 1, length, synthetic_acceptance=asked) for d in depths}
     figures = []
     for temperature in temperatures:
         measured = decode_alternating(engines, given, max_tokens, temperature)
@@ -102,7 +106,11 @@ def run(
         "per prompt: the time at depth 0 over that at this depth, both at the temperature of the row."
     ]
     title = f"Decode speed by depth: {subject.name}"
-    return Report(title, _HEADERS, [_row(f) for f in figures], notes, {"depths": figures})
+    laws = [f"at depth {d} {e.config.law}" for d, e in engines.items() if e.config.law]
+    if laws:
+        figures = [f | {"same_tokens": None} for f in figures]
+    report = Report(title, _HEADERS, [_row(f) for f in figures], notes, {"depths": figures})
+    return forced(report, "; ".join(laws)) if laws else report
 
 
 _HEADERS = (
@@ -146,5 +154,5 @@ def _row(f: JsonObject) -> tuple[object, ...]:
         f"{f['acceptance_length']:.3f}",
         f"{f['step_seconds'] * 1e3:.2f}",
         f"{f['repeated']:.0%}",
-        {True: "yes", False: "NO", None: "sampled"}[f["same_tokens"]],
+        {True: "yes", False: "NO", None: "sampled" if f["temperature"] else "-"}[f["same_tokens"]],
     )

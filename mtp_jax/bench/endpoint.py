@@ -209,12 +209,14 @@ class Drafted:
         rows: number of (row, step) pairs that verified drafts.
         drafts, accepted: numbers of tokens.
         positions: accepted drafts by position.
+        forced: the acceptance length that the server forces, as mtp-jax says it; 0: the model decides.
     """
 
     rows: int
     drafts: int
     accepted: int
     positions: tuple[int, ...]
+    forced: float = 0.0
 
     def since(self, before: "Drafted") -> "Drafted | None":
         """The difference to earlier counts; None if there were no drafts, or the server was restarted."""
@@ -224,6 +226,7 @@ class Drafted:
             self.drafts - before.drafts,
             self.accepted - before.accepted,
             tuple(now - then for now, then in pairs),
+            self.forced,
         )
         return found if found.rows > 0 and found.drafts > 0 and found.accepted >= 0 else None
 
@@ -242,10 +245,12 @@ async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
         return None
     counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
     positions: dict[int, int] = {}
-    known = False
+    known, forced = False, 0.0
     for sample in (sample for family in families for sample in family.samples):
         prefix, _, name = sample.name.partition("vllm:spec_decode_num_")
         name = name.removesuffix("_total")
+        if sample.name == "mtp_jax:synthetic_acceptance_length":
+            forced = max(forced, sample.value)
         if prefix or not sample.name.endswith("_total"):
             continue
         if name in counts:  # summed over the engines behind the address
@@ -257,7 +262,7 @@ async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
     if not known:
         return None
     by_position = tuple(positions[i] for i in sorted(positions))
-    return Drafted(counts["drafts"], counts["draft_tokens"], counts["accepted_tokens"], by_position)
+    return Drafted(counts["drafts"], counts["draft_tokens"], counts["accepted_tokens"], by_position, forced)
 
 
 async def sleep_until(due: float) -> None:

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtp_jax.decode.law import MARK
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.machine import usable_cores
@@ -65,6 +66,13 @@ class Report:
     def text(self) -> str:
         """The title, the table in Markdown, the notes."""
         return "\n".join([f"{self.title}\n", table(self.headers, self.rows), *(f"\n{n}" for n in self.notes)])
+
+
+def forced(report: Report, law: str) -> Report:
+    """A report that says that its acceptance was forced, wherever it ends up. law: in words."""
+    note = f"{law}, whatever the model said. These figures say what steps cost; the text is garbage."
+    figures = {"synthetic_acceptance": law, **report.figures}
+    return replace(report, title=f"{MARK} - {report.title}", notes=[note, *report.notes], figures=figures)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

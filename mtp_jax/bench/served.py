@@ -23,8 +23,9 @@ from mtp_jax.bench.endpoint import (
     sleep_until,
 )
 from mtp_jax.bench.latency import HEADERS, Summary, acceptance_per_position, row
-from mtp_jax.bench.report import Report
+from mtp_jax.bench.report import Report, forced
 from mtp_jax.bench.traffic import Arrivals, Prompt, Prompts, schedule
+from mtp_jax.decode.law import MARK
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.json_object import JsonMapping, JsonObject
 
@@ -181,4 +182,6 @@ def _report(
     headers = ("requests/s", "answered/s", "answered", "failed", "acceptance length", *HEADERS)
     rows, figures = [level.row for level in levels], [level.figures for level in levels]
     found = {"model": endpoint.fields["model"], "levels": figures}
-    return Report(f"Served load: {url}", headers, rows, notes, found, len(load.rates) - len(levels))
+    report = Report(f"Served load: {url}", headers, rows, notes, found, len(load.rates) - len(levels))
+    lengths = {level.drafts.forced for level in levels if level.drafts and level.drafts.forced}
+    return forced(report, f"{MARK} acceptance: length {max(lengths):.4g}") if lengths else report

@@ -12,6 +12,7 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import local_engine
 from mtp_jax.bench import corpus
 from mtp_jax.bench.synthetic import random_prompts
+from mtp_jax.decode.law import Asked
 from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
@@ -31,11 +32,18 @@ class Subject:
     params: Params
     dtype: Dtype
 
-    def engine(self, depth: int, slots: int, max_model_len: int, adaptive: bool = False) -> Engine:
-        """An engine of one depth; at depth 0 it lacks the NextN layers, so that they cost nothing.
+    def engine(
+        self,
+        depth: int,
+        slots: int,
+        max_model_len: int,
+        adaptive: bool = False,
+        synthetic_acceptance: Asked | None = None,
+    ) -> Engine:
+        """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
 
-        It keeps no prefixes, as the same prompts are measured repeatedly. Raises ConfigError for a depth
-        above 0 of a model without NextN layers.
+        It keeps no prefixes: the same prompts are measured again and again. synthetic_acceptance: at depths
+        above 0. Raises ConfigError for a depth above 0 of a model without NextN layers.
         """
         sizes = EngineConfig(
             num_speculative_tokens=depth,
@@ -44,6 +52,7 @@ class Subject:
             dtype=self.dtype,
             adaptive_depth=adaptive,
             prefix_cache=False,
+            synthetic_acceptance=synthetic_acceptance if depth else None,
         )
         if depth:
             return local_engine(self.config, self.params, sizes)

@@ -14,9 +14,9 @@ from mtp_jax.bench.latency import (
     acceptance_per_position,
     row,
 )
-from mtp_jax.bench.report import Report, Spread
-from mtp_jax.bench.simulate import Simulated, simulate
+from mtp_jax.bench.report import Report, Spread, forced
 from mtp_jax.bench.subject import Subject, prompts_for
+from mtp_jax.decode.law import Asked, Law
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
@@ -100,11 +100,12 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
 
 
 def run(
-    subject: Subject, modes: Sequence[Mode], load: Load, simulated: Simulated | None = None
+    subject: Subject, modes: Sequence[Mode], load: Load, synthetic_acceptance: Asked | None = None
 ) -> Iterator[Report]:
     """Measure all modes at every level, alternating; "off" is always among them, as the baseline.
 
-    Yields the report so far after every level. Raises ConfigError for loads that cannot be measured.
+    synthetic_acceptance: of modes that draft, as the option of ``LLM``. Yields the report so far after every
+    level. Raises ConfigError for loads that cannot be measured.
     """
     modes = [m for m in MODES if m == "off" or m in modes]
     if min(load.concurrency, default=0) < 1 or load.rounds < 1 or load.max_tokens < 2 or load.depth < 1:
@@ -114,10 +115,11 @@ def run(
         raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
     length = load.prompt_tokens + load.max_tokens + load.depth  # a step has equally many pages in every mode
-    engines = {m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive") for m in modes}
-    for mode in _DRAFTING:
-        if simulated and mode in modes:
-            simulate(engines[mode], simulated)
+    law = None if synthetic_acceptance is None else Law.of(synthetic_acceptance, load.depth)
+    engines = {
+        m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive", synthetic_acceptance)
+        for m in modes
+    }
     count = load.requests or "max(16, 4 x level)"
     note = (
         f"Closed loop, {load.rounds} alternating rounds per level of {count} prompts of {load.prompt_tokens} "
@@ -131,6 +133,7 @@ def run(
     title = f"Load: {subject.name}"
     rows: list[tuple[Any, ...]] = []
     figures: list[JsonObject] = []
+    exact = load.temperature == 0 and law is None
     for pending, level in zip(reversed(range(len(load.concurrency))), load.concurrency, strict=True):
         prompts = given.ids[: load.requests_at(level)]
         runs: dict[Mode, list[Run]] = {m: [] for m in modes}
@@ -139,24 +142,22 @@ def run(
                 done = closed_loop(engines[mode], prompts, load, level)
                 runs[mode] += [done] if i else []
         for mode in modes:
-            found = _figures(level, mode, runs, load, simulated)
+            found = _figures(level, mode, runs, exact)
             figures.append(found)
             length_of = f"{found['acceptance_length']:.2f}"
             same = {None: "-", True: "yes", False: "NO"}[found["same_tokens"]]
             cells = row([r.summary for r in runs[mode]])
             rows.append((level, mode, found["speedup"].show(), length_of, same, *cells))
         report = Report(title, headers, [*rows], [note, PERCENTILES_NOTE], {"levels": [*figures]}, pending)
-        yield simulated.label(report) if simulated else report
+        yield report if law is None else forced(report, str(law))
 
 
-def _figures(
-    level: int, mode: Mode, runs: Mapping[Mode, list[Run]], load: Load, simulated: Simulated | None
-) -> JsonObject:
+def _figures(level: int, mode: Mode, runs: Mapping[Mode, list[Run]], exact: bool) -> JsonObject:
+    """exact: whether the tokens of all modes must be the same."""
     own, plain = runs[mode], runs["off"]
     spec = sum((r.speculation for r in own), Speculation())
     drafts = sum(n > 0 for n in spec.drafted_per_step)
     ratios = [a.summary.rate / b.summary.rate for a, b in zip(own, plain, strict=True)]
-    exact = load.temperature == 0 and not simulated
     return {
         "concurrency": level,
         "mode": mode,

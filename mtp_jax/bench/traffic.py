@@ -91,10 +91,11 @@ def sharegpt(path: Path) -> Prompts:
     )
 
 
-def speed_bench(path: Path) -> Prompts:
+def speed_bench(path: Path, category: str | None = None) -> Prompts:
     """The first turn of every line: JSON with ``turns``, a list of texts, or ``messages``.
 
-    Raises ConfigError for a file of another form.
+    category: take the lines with this one alone; None: all. Raises ConfigError for a file of another form, or
+    without the category.
     """
     entries = []
     for number, line in enumerate(_text(path).splitlines(), 1):
@@ -104,6 +105,12 @@ def speed_bench(path: Path) -> Prompts:
             raise ConfigError(
                 f"{path}, line {number} is not JSON: {error}; expected one object a line"
             ) from None
+    if category is not None:
+        of = [entry.get("category") if isinstance(entry, dict) else None for entry in entries]
+        if category not in of:
+            known = ", ".join(map(str, dict.fromkeys(filter(None, of)))) or "none"
+            raise ConfigError(f"--category {category}; {path} has {known}")
+        entries = [entry for entry, own in zip(entries, of, strict=True) if own == category]
     return _from_file(path, entries, _first_turn, '"turns": ["...", ...] or "messages": [...]')
 
 

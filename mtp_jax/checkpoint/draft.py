@@ -1,4 +1,4 @@
-"""Parameters that draft beside the trunk: NextN layers in the three layouts in use, or an EAGLE-3 head.
+"""Parameters that draft beside the trunk: NextN layers in the three layouts in use, or a draft head.
 
 * in place: ``model.layers.{L + k}.*``, beside the trunk's layers or alone;
 * lmsys NextN (SGLang's export): ``model.layers.{k}.*``;
@@ -14,10 +14,11 @@ from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
 from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import Captures, Eagle3Config, IndexerConfig, ModelConfig
+from mtp_jax.model.config import IndexerConfig, ModelConfig
+from mtp_jax.model.head_config import Captures, Head
 from mtp_jax.model.hf_config import read_json
 
-IN_PLACE, LMSYS, XLLM, EAGLE = "in place", "lmsys NextN", "xLLM export", "EAGLE-3"
+IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
 _ONLY_NEXTN = re.compile(r"model\.(?:layers\.(\d{1,9})\.)?(?:enorm|hnorm|eh_proj|shared_head)\..+")
@@ -36,7 +37,7 @@ class Draft:
 
     Attributes:
         folder: the folder with the NextN layers or the head.
-        layout: IN_PLACE, LMSYS or XLLM; EAGLE-3 of a head.
+        layout: IN_PLACE, LMSYS or XLLM; of a head its kind.
         tensors: their tensors under the names of the release, of a head under the names of ``specs``.
         config: the configuration in this folder's config.json, which says how these weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
@@ -48,7 +49,7 @@ class Draft:
     tensors: dict[str, Tensor]
     config: ModelConfig
     unknown: dict[str, Tensor] = field(default_factory=dict)
-    head: Eagle3Config | None = None
+    head: Head | None = None
 
 
 def layer_of(name: str) -> int | None:
@@ -105,7 +106,7 @@ def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = N
             tensors = head_tensors(folder)
             head = head_config(raw, cfg, tensors, captures)
             check_ids(tensors, cfg.vocab_size)
-            return Draft(folder.path, EAGLE, tensors, head.layer, head=head)
+            return Draft(folder.path, head.name, tensors, head.sizes, head=head)
     except ConfigError as e:
         raise ConfigError(f"{folder.path}: {e}") from e
     if captures is not None:

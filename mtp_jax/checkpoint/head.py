@@ -1,6 +1,7 @@
-"""EAGLE-3 heads in the dialects of SpecForge, NVIDIA and speculators: config.json, names of tensors."""
+"""Draft heads in the dialects of their trainers and of speculators: config.json, names of tensors."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,113 +10,176 @@ from mtp_jax.checkpoint.formats import IDS
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import OF_MLA, Captures, Eagle3Config, ModelConfig
+from mtp_jax.model.config import OF_MLA, ModelConfig
+from mtp_jax.model.head_config import BlockConfig, Captures, Eagle3Config, Head
+from mtp_jax.model.head_specs import DRAFT_HEAD
 from mtp_jax.model.hf_config import is_number
-from mtp_jax.model.specs import EAGLE3
 
-# Names of the architectures and types of other heads, and the reason why they are refused.
+# Marks of the names of architectures and types, in lower case: of heads that are read, and of others.
+_EAGLE3, _BLOCKS = "eagle3", ("dflash", "dspark")
 _OTHERS = {
     "medusa": "Medusa heads are not supported",
-    "dflash": "block drafters (DFlash) are not supported",
-    "dspark": "block drafters (DSpark) are not supported",
+    "domino": "Domino projectors are not supported",
     "eagle3moe": "EAGLE-3 heads with experts are not supported",
 }
-_LAYER = re.compile(r"(?:midlayer|layers\.0)\.(.+)")
-_IDS, _CHOSEN, _EMBED = f"{EAGLE3}.d2t", f"{EAGLE3}.t2d", f"{EAGLE3}.embed_tokens.weight"
+_LAYER = re.compile(r"(?:midlayer|layers\.(\d{1,9}))\.(.+)")
+_IDS, _CHOSEN, _EMBED, _OUT = (
+    f"{DRAFT_HEAD}.{name}" for name in ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight")
+)
+_ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _OF_GQA = ("num_key_value_heads", "head_dim", "attention_bias")
 _OF_BOTH = (
     "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "rope_interleave", "max_position_embeddings", "torch_dtype", "dtype", "hidden_act",
-    "quantization_config", "q_lora_rank", *OF_MLA,
+    "quantization_config", "q_lora_rank", "num_hidden_layers", *OF_MLA,
 )  # fmt: skip
+# Factors that some block drafters have, and the values at which they change nothing.
+_NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": None}
 
 
 def is_head(raw: JsonObject) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head. Raises ConfigError for a head of another kind."""
-    names = raw.get("architectures")
-    said = [*(names if isinstance(names, list) else ()), raw.get("speculators_model_type")]
-    kinds = [str(name).lower() for name in said]
+    """Whether a config.json is that of a draft head. Raises ConfigError for a head of an unknown kind."""
+    kinds = _kinds(raw)
     for kind in kinds:
         if why := next((why for mark, why in _OTHERS.items() if mark in kind), None):
             raise ConfigError(
-                f"config.json says {kind!r:.80}: {why}; expected an EAGLE-3 head or NextN layers"
+                f"config.json says {kind!r:.80}: {why}; expected an EAGLE-3, DFlash or DSpark head, or NextN "
+                "layers"
             )
-    return any("eagle3" in kind for kind in kinds)
+    return any(mark in kind for kind in kinds for mark in (_EAGLE3, *_BLOCKS))
+
+
+def _kinds(raw: JsonObject) -> list[str]:
+    names = raw.get("architectures")
+    said = [*(names if isinstance(names, list) else ()), raw.get("speculators_model_type")]
+    return [str(name).lower() for name in (*said, raw.get("projector_type"))]
 
 
 def head_config(
     raw: JsonObject, cfg: ModelConfig, tensors: dict[str, Tensor], captures: Captures | None
-) -> Eagle3Config:
+) -> Head:
     """The head that config.json and its tensors describe, for the trunk of ``cfg``.
 
-    captures: the meaning of the list of taps; None: outputs if it begins with 1, else inputs, as SGLang and
-    vLLM read it. Raises ConfigError for a head that does not fit the trunk, or is not supported.
+    captures: the meaning of the list of taps; None: outputs for a block drafter, and for an EAGLE-3 head if
+    the list begins with 1, else inputs, as SGLang and vLLM read it. Raises ConfigError for a head that does
+    not fit the trunk, or is not supported.
     """
-    inner, nested = raw.get("transformer_layer_config"), raw.get("eagle_config")
+    inner = raw.get("transformer_layer_config")
     layer: JsonObject = inner if isinstance(inner, dict) else raw
-    eagle: JsonObject = nested if isinstance(nested, dict) else {}
-    said = eagle | {key: value for key, value in raw.items() if value is not None}
-
-    def flag(name: str) -> bool:
-        value = said.get(name, False)
-        if type(value) is not bool:
-            raise ConfigError(f"{name} = {value!r:.80}; expected true or false")
-        return value
-
-    if said.get("use_aux_hidden_state", True) is not True:
-        raise ConfigError("use_aux_hidden_state = false is not supported; expected a head that reads taps")
+    nested = [raw[key] for key in ("eagle_config", "dflash_config") if isinstance(raw.get(key), dict)]
+    said = {k: v for d in (*nested, raw) for k, v in d.items() if v is not None}
     width = layer.get("hidden_size")
     for name, got, wanted in (
         ("vocab_size", layer.get("vocab_size"), cfg.vocab_size),
         ("target_hidden_size", said.get("target_hidden_size", width), cfg.hidden_size),
+        ("num_target_layers", said.get("num_target_layers", cfg.num_hidden_layers), cfg.num_hidden_layers),
     ):
         if got != wanted:
             raise ConfigError(f"the head is made for {name} = {got!r:.80}, the model has {wanted}")
-    taps = _taps(said, cfg.num_hidden_layers, captures)
-    each, joint = flag("fc_norm"), flag("norm_before_fc")
+    blocks = any(mark in kind for kind in _kinds(raw) for mark in _BLOCKS)
+    vocabulary = said.get("draft_vocab_size", cfg.vocab_size)
+    maps = _IDS in tensors or vocabulary != cfg.vocab_size
+    embeds = _EMBED in tensors or width != cfg.hidden_size
+    find = _block_head if blocks else _eagle3
+    head = find(said, _layer_config(layer, vocabulary, blocks), cfg.num_hidden_layers, captures)
+    if isinstance(head, BlockConfig):
+        head = replace(head, heads=maps or width != cfg.hidden_size or _OUT in tensors)
+    return replace(head, maps=maps, embeds=embeds)
+
+
+def _flag(said: JsonObject, name: str) -> bool:
+    value = said.get(name, False)
+    if type(value) is not bool:
+        raise ConfigError(f"{name} = {value!r:.80}; expected true or false")
+    return value
+
+
+def _eagle3(said: JsonObject, layer: ModelConfig, layers: int, captures: Captures | None) -> Eagle3Config:
+    if said.get("use_aux_hidden_state", True) is not True:
+        raise ConfigError("use_aux_hidden_state = false is not supported; expected a head that reads taps")
+    if layer.num_hidden_layers != 1:
+        raise ConfigError(f"num_hidden_layers = {layer.num_hidden_layers} of an EAGLE-3 head; expected 1")
+    key = "eagle_aux_hidden_state_layer_ids"
+    if said.get(key) is None:  # EAGLE's own three: inputs of layers near the start, in the middle, at the end
+        said, captures = {**said, key: [2, layers // 2, layers - 3]}, "inputs"
+    if captures is None:
+        captures = "outputs" if isinstance(said[key], list) and said[key][:1] == [1] else "inputs"
+    taps = _taps(said, key, layers, captures)
+    each, joint = _flag(said, "fc_norm"), _flag(said, "norm_before_fc")
     if each and joint:
         raise ConfigError("fc_norm and norm_before_fc are both true; expected one of them at most")
-    vocabulary = said.get("draft_vocab_size", cfg.vocab_size)
     scale = said.get("logit_scale", 1.0)
     if not is_number(scale) or scale <= 0:
         raise ConfigError(f"logit_scale = {scale!r:.80}; expected a positive number")
     return Eagle3Config(
-        layer=_layer_config(layer, vocabulary),
+        layer=layer,
         taps=taps,
         tap_norms=len(taps) if each else int(joint),
-        normed_output=flag("norm_output"),
-        normed_residual=flag("norm_before_residual"),
+        normed_output=_flag(said, "norm_output"),
+        normed_residual=_flag(said, "norm_before_residual"),
         logit_scale=float(scale),
-        maps=_IDS in tensors or vocabulary != cfg.vocab_size,
-        embeds=_EMBED in tensors or width != cfg.hidden_size,
     )
 
 
-def _taps(said: JsonObject, layers: int, captures: Captures | None) -> tuple[int, ...]:
+def _block_head(said: JsonObject, layers: ModelConfig, trunk: int, captures: Captures | None) -> BlockConfig:
+    for key, neutral in _NEUTRAL.items():
+        if said.get(key, neutral) != neutral:
+            raise ConfigError(f"{key} = {said[key]!r:.80} of a head is not supported; expected {neutral}")
+    if layers.gqa is None:
+        raise ConfigError("a block drafter with MLA is not supported; expected Qwen3's layers")
+    kind = said.get("markov_head_type", "vanilla")
+    if kind != "vanilla":
+        raise ConfigError(f"markov_head_type = {kind!r:.80} is not supported; expected 'vanilla'")
+
+    def whole(name: str, least: int = 1, most: int = 2**31 - 1) -> int:
+        value = said.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from {least} to {most}")
+        return value
+
+    anchored, convolution, selector = _flag(said, "sample_from_anchor"), None, None
+    if "conv_kernel_size" in said:
+        convolution = whole("conv_kernel_size"), whole("conv_group_size")
+        if layers.hidden_size % convolution[1]:
+            raise ConfigError(
+                f"conv_group_size = {convolution[1]} does not divide {layers.hidden_size} channels"
+            )
+    if "selector_rank" in said:
+        selector = whole("selector_rank"), whole("selector_top_k", 1, layers.vocab_size)
+    key = "target_layer_ids" if "target_layer_ids" in said else "aux_hidden_state_layer_ids"
+    return BlockConfig(
+        layers=layers,
+        taps=_taps(said, key, trunk, captures or "outputs"),
+        block=whole("block_size", 1 if anchored else 2),
+        mask=whole("mask_token_id", 0),
+        anchored=anchored,
+        convolution=convolution,
+        selector=selector,
+        markov=whole("markov_rank", 0) if "markov_rank" in said else 0,
+        confidence=_flag(said, "enable_confidence_head"),
+        markov_confidence=_flag(said, "confidence_head_with_markov"),
+    )
+
+
+def _taps(said: JsonObject, key: str, layers: int, captures: Captures) -> tuple[int, ...]:
     """Numbers of residual streams, k the stream after k layers."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = said.get(key)
-    if ids is None:  # EAGLE's own three: inputs of a layer near the start, in the middle and near the end
-        ids, captures = [2, layers // 2, layers - 3], "inputs"
+    ids, outputs = said.get(key), captures == "outputs"
     numbers = [i for i in ids if type(i) is int] if isinstance(ids, list) else []
-    outputs = captures == "outputs" or (captures is None and numbers[:1] == [1])
     taps = tuple(i + outputs for i in numbers) if numbers == ids else ()
     if not taps or not all(0 <= tap <= layers for tap in taps):
         raise ConfigError(
-            f"{key} = {ids!r:.80}, {'outputs' if outputs else 'inputs'} of layers; expected layers "
-            f"of the model, which has {layers}"
+            f"{key} = {ids!r:.80}, {captures} of layers; expected layers of the model, which has {layers}"
         )
     if (count := said.get("num_aux_hidden_states", len(taps))) != len(taps):
         raise ConfigError(f"num_aux_hidden_states = {count!r:.80}, but {key} names {len(taps)}")
     return taps
 
 
-def _layer_config(layer: JsonObject, vocabulary: object) -> ModelConfig:
-    """The head's layer as a dense model of one layer: of MLA as in DeepSeek-V3, or of GQA as in Llama."""
-    if layer.get("num_hidden_layers", 1) != 1:
-        raise ConfigError(f"num_hidden_layers = {layer['num_hidden_layers']!r:.80} of a head; expected 1")
+def _layer_config(layer: JsonObject, vocabulary: object, normed: bool) -> ModelConfig:
+    """The head's layers as a dense model: of MLA as in DeepSeek-V3, or of GQA, normed as in Qwen3 or not."""
     kinds = layer.get("layer_types") or []
-    if layer.get("use_sliding_window") or not isinstance(kinds, list) or {*kinds} - {"full_attention"}:
+    sliding = layer.get("use_sliding_window") or layer.get("sliding_window_non_causal")
+    if sliding or not isinstance(kinds, list) or {*kinds} - {"full_attention"}:
         raise ConfigError("a head with a sliding window is not supported; expected full attention")
     mla = layer.get("kv_lora_rank") is not None
     keys = _OF_BOTH if mla else (*_OF_BOTH, *_OF_GQA)
@@ -125,11 +189,10 @@ def _layer_config(layer: JsonObject, vocabulary: object) -> ModelConfig:
         if "head_dim" not in sizes and type(heads) is int and heads > 0 and type(width) is int:
             sizes["head_dim"] = width // heads
         sizes = {"num_key_value_heads": heads, "attention_bias": False, **sizes}
-        sizes |= {"partial_rotary_factor": 1, "use_qk_norm": False}
+        sizes |= {"partial_rotary_factor": 1, "use_qk_norm": normed}
     kind = "deepseek_v3" if mla else "glm4_moe"
-    return ModelConfig.from_dict(
-        {**sizes, "model_type": kind, "vocab_size": vocabulary, "num_hidden_layers": 1}
-    )
+    sizes.setdefault("num_hidden_layers", 1)
+    return ModelConfig.from_dict({**sizes, "model_type": kind, "vocab_size": vocabulary})
 
 
 def head_tensors(folder: Folder) -> dict[str, Tensor]:
@@ -138,11 +201,13 @@ def head_tensors(folder: Folder) -> dict[str, Tensor]:
     single = not any("fc_norm.1." in name for name in folder.tensors)
     for name, tensor in folder.tensors.items():
         short = name.removeprefix("model.")
+        for alias, known in _ALIASES.items():
+            short = short.replace(alias, known)
         match = _LAYER.fullmatch(short)
-        short = f"layer.{match[1]}" if match else short
+        short = f"layers.{match[1] or 0}.{match[2]}" if match else short
         if single:  # one norm of one tap is the norm of all taps
             short = short.replace("fc_norm.0.", "input_norm.")
-        new = f"{EAGLE3}.{short}"
+        new = f"{DRAFT_HEAD}.{short}"
         if new in found:
             raise CheckpointError(f"{tensor} is also there as {found[new].name}; expected one of them")
         found[new] = tensor

@@ -20,7 +20,8 @@ from mtp_jax.checkpoint.folder import read_config, text_files
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import Captures, ModelConfig
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import Captures, head_from_json, head_of, head_to_json
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, with_auto_axes
@@ -86,6 +87,8 @@ def read_about(path: Path) -> About:
             f"{path / MARKER}: nextn_own is {given!r:.200}; expected {cfg.num_nextn_predict_layers} lists, "
             "num_nextn_predict_layers of config.json"
         )
+    if head := marker.get("draft_head"):
+        cfg = replace(cfg, drafter=head_from_json(head))
     specs = param_specs(cfg, [("embed" in o, "head" in o) for o in own])
     return About(cfg, specs, marker["dtype"])
 
@@ -106,7 +109,9 @@ def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
         store.save(path / "params", _flat(params))
     write_json(path / "config.json", cfg.to_dict() | {"torch_dtype": _dtype_name(params)})
     own = [[name for name in ("embed", "head") if getattr(p, name) is not None] for p in params.nextn]
-    write_json(path / MARKER, {"format": _FORMAT, "dtype": _dtype_name(params), "nextn_own": own})
+    head = head_of(cfg)
+    kept = {"draft_head": head_to_json(head)} if head else {}
+    write_json(path / MARKER, {"format": _FORMAT, "dtype": _dtype_name(params), "nextn_own": own, **kept})
 
 
 def restore(

@@ -10,12 +10,14 @@ from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlis
 from mtp_jax.checkpoint.formats import FORMATS, IDS, PLAIN, SUFFIXES, Format, format_of, spec_names
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import Captures, ModelConfig
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import Captures, head_of
+from mtp_jax.model.head_specs import DRAFT_HEAD
 from mtp_jax.model.spec import leaves, may_be_narrow
-from mtp_jax.model.specs import EAGLE3, Params, param_specs
+from mtp_jax.model.specs import Params, param_specs
 
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
-HEAD, HEAD_EMBED = "lm_head.weight", f"{EAGLE3}.embed_tokens.weight"
+HEAD, HEAD_EMBED = "lm_head.weight", f"{DRAFT_HEAD}.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Plan:
 
     def keeping(self, own: frozenset[str]) -> "Plan":
         """The plan whose draft head has an embedding of its own only if it differs; own: as in ``specs``."""
-        head = self.config.drafter
+        head = head_of(self.config)
         if head is None or HEAD_EMBED not in self.duplicates or HEAD_EMBED in own:
             return self
         return replace(self, config=replace(self.config, drafter=replace(head, embeds=False)))
@@ -124,7 +126,8 @@ def match(
     copies = [name for k in range(wanted) for name in nextn_copies(cfg.num_hidden_layers, k)]
     if cfg.tie_word_embeddings:
         copies.append(HEAD)
-    if cfg.drafter and cfg.drafter.layer.hidden_size == cfg.hidden_size:
+    head = head_of(cfg)
+    if head and head.sizes.hidden_size == cfg.hidden_size:
         copies.append(HEAD_EMBED)
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 

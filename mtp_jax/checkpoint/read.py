@@ -18,8 +18,9 @@ from mtp_jax.checkpoint.formats import SUFFIXES, Stored, format_of, spec_names, 
 from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import Captures, ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
+from mtp_jax.model.head_config import Captures
 from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
@@ -224,7 +225,7 @@ def _fill(
                 source = tensors[name].array(some)[:, columns.start : columns.stop]
                 np.copyto(into, source, casting="unsafe")
 
-    if len(spec.tensor_shape) == 1:
+    if len(spec.tensor_shape) != 2:  # split along the first axis at most
         np.copyto(out, tensors[name].array(range(*bounds[0])), casting="unsafe")
     elif len(shape) == 2:
         copy(out, range(*bounds[0]), range(*bounds[1]))

@@ -24,7 +24,8 @@ from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import Captures, Eagle3Config, ModelConfig
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import Captures, Head, head_of
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
 from mtp_jax.model.spec import Spec, leaves
@@ -49,9 +50,9 @@ class Summary:
     Attributes:
         architecture: model_type of config.json.
         config: the model, with the NextN layers that are present.
-        nextn_layout: where the drafter is: "in place", "lmsys NextN", "xLLM export", "Orbax", "EAGLE-3" or
-            "declared" where there is no tensor at all; None without any.
-        files: number of safetensors files.
+        nextn_layout: where the drafter is: "in place", "lmsys NextN", "xLLM export", "Orbax", a head's kind,
+            or "declared" where there is no tensor at all; None without any.
+        files: how many safetensors files there are.
         stored: tensors on disk that will be read, by dtype ("BF16", "F8_E4M3", ...).
         parameters: number in the trunk, embedding and head included (tied tables count once).
         active_parameters: number in the trunk that one token uses.
@@ -86,8 +87,8 @@ class Summary:
         return sum(s.nbytes for s in self.stored.values())
 
     def text(self) -> str:
-        """The summary as lines of text."""
-        c = self.config
+        """The summary as lines for people."""
+        c, head = self.config, head_of(self.config)
         moe = sum(map(c.is_moe, range(c.num_hidden_layers)))
         kinds = ", ".join("MoE" if m else "dense" for m in c.nextn_moe)
         experts = (
@@ -103,9 +104,9 @@ class Summary:
             "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
             "context": f"{c.max_position_embeddings:,} tokens",
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
-            **({"draft head": _head(c.drafter, self.nextn_layout)} if c.drafter else {}),
+            **({"draft head": _head(head)} if head else {}),
             "parameters": f"{self.parameters:,} ({self.active_parameters:,} active per token)",
-            "draft parameters" if c.drafter else "NextN parameters": f"{self.nextn_parameters:,}",
+            "draft parameters" if head else "NextN parameters": f"{self.nextn_parameters:,}",
             "on disk": f"{_size(self.stored_bytes)}: {', '.join(stored)}" if stored else "no weights",
             "memory for weights": by_dtype(self.weight_bytes),
             "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
@@ -117,10 +118,10 @@ class Summary:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def _head(head: Eagle3Config, layout: str | None) -> str:
-    kind = "GQA" if head.layer.gqa else "MLA"
+def _head(head: Head) -> str:
+    kind = "GQA" if head.sizes.gqa else "MLA"
     taps = ", ".join(map(str, head.taps))
-    return f"{layout}, {kind}, {head.layer.vocab_size:,} tokens; reads the stream after layers {taps}"
+    return f"{head.name}, {kind}, {head.sizes.vocab_size:,} tokens; reads the stream after layers {taps}"
 
 
 def by_dtype(nbytes: dict[str, int]) -> str:
@@ -233,7 +234,8 @@ def _summary(
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
 
     def of_head(dtype: str) -> int:
-        return cfg.drafter.layer.cache_bytes(0, dtype) if cfg.drafter else 0
+        sizes = head.sizes if (head := head_of(cfg)) else None
+        return sum(sizes.cache_bytes(i, dtype) for i in range(sizes.num_hidden_layers)) if sizes else 0
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)

@@ -18,6 +18,7 @@ from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import head_of
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
 
@@ -70,7 +71,7 @@ def read_update(
 
 def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> Draft:
     """The drafter's tensors, of the update itself or of a folder. Raises CheckpointError, ConfigError."""
-    head = cfg.drafter
+    head = head_of(cfg)
     if draft_model is None:
         if head is not None:
             raise ConfigError(

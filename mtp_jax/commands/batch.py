@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
 from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.commands.options import add_engine, add_options, chosen, model_dir, open_llm, reporter
@@ -91,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
     if not args.quiet:
-        show.note(summary)
+        law = chosen(args, LLMOptions).law
+        show.note(f"{law}; {summary}" if law else summary)
         if counts.warned:
             show.note(f"{counts.warned} answers came with a warning, the first: {counts.warning}")
     return 1 if counts.failed or counts.failed_before else 0

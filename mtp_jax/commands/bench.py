@@ -4,25 +4,30 @@ import argparse
 import itertools
 import json
 import math
+import operator
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
 from mtp_jax.commands.options import forget_compile_cache
 from mtp_jax.commands.parser import (
     DEMO,
     Parser,
     Subparsers,
+    acceptance,
     add_model,
     counts,
     integers,
     positive,
     positive_number,
+    rates,
 )
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
+from mtp_jax.options import declared
 
 if TYPE_CHECKING:
     from mtp_jax.bench.report import Report
@@ -62,6 +67,7 @@ def register(subparsers: Subparsers) -> None:
         sub, "--temperature", [0.0, 1.0], "to measure; 0: greedy, and tokens are compared", _numbers, "T,..."
     )
     _add_prompts(sub, 64)
+    _add_acceptance(sub)
     _add_compile_cache(sub)
 
     sub = command("sweep", _sweep, "throughput and latency at 1 to 64 requests at a time", plotted=True)
@@ -78,12 +84,12 @@ def register(subparsers: Subparsers) -> None:
     _add_lengths(sub)
     _add(sub, "--temperature", 0.0, "0: greedy, and tokens are compared", float, "T")
     _add(sub, "--rounds", 3, "measured runs of every mode", positive, "N")
-    sub.add_argument(
+    _add_acceptance(sub).add_argument(
         "--simulate-acceptance",
-        type=_numbers,
+        type=rates,
         metavar="P,...",
-        help="keep drafts at random with these probabilities by position, NOT as the model says; every "
-        "output is labelled so",
+        help="the same by the probability of each draft, given that those before it are kept; the last one "
+        "holds for all further drafts",
     )
     _add_compile_cache(sub)
 
@@ -141,6 +147,8 @@ def _register_serve(sub: Parser) -> None:
         metavar="V",
         help="random prompts: of token ids below V instead of words",
     )
+    only = "of --speed-bench, the prompts of this category alone, such as coding"
+    sub.add_argument("--category", metavar="NAME", help=only)
     _add(sub, "--prompt-tokens", 256, "token ids or words of random prompts", positive, "N")
     _add(sub, "--spread", 0.0, "random lengths are uniform within this share of it, from 0 to 1", _share, "S")
     _add(sub, "--max-tokens", 128, "of an answer", positive, "N")
@@ -178,6 +186,13 @@ def _add_lengths(sub: Parser) -> None:
     _add(sub, "--max-tokens", 128, "tokens to generate for each", positive, "N")
 
 
+def _add_acceptance(sub: Parser) -> "argparse._MutuallyExclusiveGroup":
+    """Forced acceptance; returns the group of it, for other ways to say it."""
+    about, either = declared(LLMOptions)["synthetic_acceptance"], sub.add_mutually_exclusive_group()
+    either.add_argument("--synthetic-acceptance", type=acceptance, metavar=about.metavar, help=about.help)
+    return either
+
+
 def _add_compile_cache(sub: Parser) -> None:
     """Declare --compile-cache, for measurements that compile in this process."""
     folder = "~/.cache/mtp-jax/xla"
@@ -189,22 +204,24 @@ def _depth(a: Arguments) -> Reports:
     from mtp_jax.bench import depth, subject
 
     model = subject.load(a.model, drafts=any(a.depths))
-    yield depth.run(model, a.depths, a.temperature, a.prompts, a.prompt_tokens, a.max_tokens)
+    sizes = a.prompts, a.prompt_tokens, a.max_tokens
+    yield depth.run(model, a.depths, a.temperature, *sizes, a.synthetic_acceptance)
 
 
 def _sweep(a: Arguments) -> Reports:
     from mtp_jax.bench import subject, sweep
-    from mtp_jax.bench.simulate import Simulated
 
     unknown = [m for m in a.modes if m not in sweep.MODES]
     if unknown:
         raise ConfigError(f"--modes {unknown[0]}; expected some of {','.join(sweep.MODES)}")
     drafting = set(a.modes) - {"off", "control"}
-    simulated = Simulated(tuple(a.simulate_acceptance)) if a.simulate_acceptance is not None else None
+    forced = a.synthetic_acceptance
+    if given := a.simulate_acceptance:
+        forced = tuple(itertools.accumulate([*given, *given[-1:] * a.depth][: a.depth], operator.mul))
     load = sweep.Load(
         a.concurrency, a.depth, a.requests, a.prompt_tokens, a.max_tokens, a.temperature, a.rounds
     )
-    yield from sweep.run(subject.load(a.model, drafts=bool(drafting)), a.modes, load, simulated)
+    yield from sweep.run(subject.load(a.model, drafts=bool(drafting)), a.modes, load, forced)
 
 
 def _acceptance(a: Arguments) -> Reports:
@@ -224,10 +241,12 @@ def _window(a: Arguments) -> Reports:
 def _serve(a: Arguments) -> Reports:
     from mtp_jax.bench import served, traffic
 
+    if a.category and not a.speed_bench:
+        raise ConfigError("--category has no effect without --speed-bench FILE; add it, or leave it out")
     if a.sharegpt:
         prompts = traffic.sharegpt(a.sharegpt)
     elif a.speed_bench:
-        prompts = traffic.speed_bench(a.speed_bench)
+        prompts = traffic.speed_bench(a.speed_bench, a.category)
     else:
         count = a.requests * len(a.rates)
         prompts = traffic.random_prompts(count, a.prompt_tokens, a.spread, a.vocabulary, a.seed)

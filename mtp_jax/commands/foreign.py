@@ -29,6 +29,12 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "draft-max",
         "depth",
     ): ("--num-speculative-tokens K", "--depth K"),
+    (
+        "synthetic-acceptance-length",
+        "synthetic-acceptance-rates",
+        "spec-decode-acceptance-length",
+        "simulate-acc-len",
+    ): ("--synthetic-acceptance",),
     ("speculative-model", "speculative-draft-model-path", "model-draft", "md"): ("--draft-model DIR",),
     ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-mem-fraction"): (
         "--memory-fraction",

@@ -117,8 +117,11 @@ def _check(args: argparse.Namespace, params: SamplingParams) -> None:
     wrong = [o for o, given in (("--lines", args.lines), ("-n", params.n > 1)) if given]
     wrong += ["--logprobs"] * (params.logprobs is not None)
     wrong += ["--prompt-logprobs"] * (params.prompt_logprobs is not None)
+    wrong += ["--synthetic-acceptance"] * ("synthetic_acceptance" in args)
     if wrong:
-        raise RequestError(f"--compare measures one completion and prints no scores; leave out {wrong[0]}")
+        raise RequestError(
+            f"--compare measures one completion of the model, and prints no scores; leave out {wrong[0]}"
+        )
 
 
 def _prompts(args: argparse.Namespace) -> "list[Prompt]":

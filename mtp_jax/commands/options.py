@@ -14,11 +14,12 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.api.sampling_defaults import described, sampling_defaults
-from mtp_jax.commands.parser import Parser, add_model, biases, integers, mesh_shape, words
+from mtp_jax.commands.parser import Parser, acceptance, add_model, biases, integers, mesh_shape, words
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import Captures, ModelConfig
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import Captures
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
 from mtp_jax.text.grammar import StructuredOutput
@@ -33,6 +34,7 @@ _T = TypeVar("_T")
 # Parsers of options whose type does not determine the parser.
 _READ = {
     "mesh": mesh_shape,
+    "synthetic_acceptance": acceptance,
     "logit_bias": biases,
     "stop_token_ids": integers,
     "allowed_token_ids": integers,
@@ -42,7 +44,14 @@ _READ = {
 _JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
-_NEED_DRAFTS = ("draft_model", "draft_captures", "num_nextn_layers", "drafting", "adaptive_depth")
+_NEED_DRAFTS = (
+    "draft_model",
+    "draft_captures",
+    "num_nextn_layers",
+    "drafting",
+    "adaptive_depth",
+    "synthetic_acceptance",
+)
 _MOST_SLOTS = 8
 _SUBJECTS = {
     "model": (
@@ -55,7 +64,14 @@ _SUBJECTS = {
         "kernels",
         "compile_cache",
     ),
-    "speculation": ("num_speculative_tokens", "adaptive_depth", "drafting", "suffix_drafts", "verifier"),
+    "speculation": (
+        "num_speculative_tokens",
+        "adaptive_depth",
+        "drafting",
+        "suffix_drafts",
+        "verifier",
+        "synthetic_acceptance",
+    ),
 }
 
 
@@ -168,7 +184,7 @@ def captures(args: argparse.Namespace) -> Captures | None:
 
 
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
-    """Declare options of SamplingParams; ``several``: also those for several completions and for scores."""
+    """Declare options of SamplingParams; ``several``: also options for many completions and scores."""
     parser.set_defaults(default_max_tokens=max_tokens)
     names = [name for name in declared(SamplingParams) if several or name not in _OF_MANY]
     own = {"max_tokens": f"{max_tokens}", "temperature": "0"}
@@ -240,7 +256,8 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
 def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
     """The options of ``LLM`` without jax: the mesh is given by its shape. Raises ConfigError.
 
-    The depth is adaptive unless it is fixed: so by default no command is slower for its drafts.
+    The depth is adaptive unless it is fixed: without options no command is slower for its drafts. A forced
+    acceptance length is that of one depth.
     """
     found = given(args, LLMOptions)
     if found.get("num_speculative_tokens") == 0:
@@ -250,7 +267,7 @@ def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
     chosen(args, LLMOptions)  # refuses values out of range before jax is imported
     data, _ = found.get("mesh", (1, 1))
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
-    found.setdefault("adaptive_depth", True)
+    found.setdefault("adaptive_depth", "synthetic_acceptance" not in found)
     if "simulate" in args:  # of `serve` alone: its answers say that they are simulated
         found |= {"simulate": args.simulate, "simulated_step": args.simulated_step}
     return found
@@ -277,15 +294,17 @@ def ready(report: Reporter, llm: "LLM") -> None:
 
 
 def drafter(c: ModelConfig) -> str:
-    """The drafter of a model, for people: "1 NextN layer", "an EAGLE-3 head"."""
+    """The drafter of a model, for people: "1 NextN layer", "a DFlash head"."""
     layers = c.num_nextn_predict_layers
-    return "an EAGLE-3 head" if c.drafter else f"{layers} NextN layer{'s' * (layers != 1)}"
+    return f"a {c.drafter.name} head" if c.drafter else f"{layers} NextN layer{'s' * (layers != 1)}"
 
 
 def depth(llm: "LLM") -> str:
-    """The drafts of a step as text: "depth 3" or "depth 0 to 3"."""
-    most, adaptive = llm.engine.config.num_speculative_tokens, llm.engine.config.adaptive_depth
-    return f"depth 0 to {most}" if adaptive and most else f"depth {most}"
+    """How many drafts a step has, "depth 3" or "depth 0 to 3", and the law by which they are kept, if any."""
+    c = llm.engine.config
+    most = c.num_speculative_tokens
+    drafts = f"depth 0 to {most}" if c.adaptive_depth and most else f"depth {most}"
+    return f"{drafts}, {c.law}" if c.law else drafts
 
 
 def _structured(args: argparse.Namespace) -> StructuredOutput | None:

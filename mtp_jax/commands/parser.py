@@ -182,3 +182,12 @@ def rates(text: str) -> tuple[float, ...]:
     if not all(0 <= rate <= 1 for rate in found):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 to 1; write 0.86,0.7")
     return found
+
+
+def acceptance(text: str) -> float | str | tuple[float, ...]:
+    """A length "2.99", shares "0.8,0.6,0.4", or a golden length's name "glm-5.2"."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return text
+    return found if "," in text else found[0]

@@ -21,9 +21,10 @@ from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, cheapest, name_of
+from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
-from mtp_jax.decode.step import Accept, DraftAlone, Step, accept_drafts
+from mtp_jax.decode.step import DraftAlone, Step
 from mtp_jax.errors import ConfigError
 from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
@@ -60,10 +61,10 @@ class Programs:
         drafter: Drafter,
         params: Params,
         state: State,
-        accept: Accept = accept_drafts,
+        law: Law | None = None,
     ) -> None:
-        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. accept: see ``Step``."""
-        self.model, self.drafter, self._accept = model, drafter, accept
+        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. law: see ``Step``."""
+        self.model, self.drafter, self.law = model, drafter, law
         self._params, self._state = params, state
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
@@ -75,10 +76,6 @@ class Programs:
 
     def __len__(self) -> int:
         return len(self._compiled)
-
-    def accepting(self, accept: Accept) -> "Programs":
-        """The same, nothing compiled yet, with other rules of acceptance: for measurements."""
-        return Programs(self.model, self.drafter, self._params, self._state, accept)
 
     @property
     def keys(self) -> list[Key]:
@@ -220,12 +217,12 @@ class Programs:
         if isinstance(key, DraftKey):
             run = _named(DraftAlone(self.model, self.drafter, key), name_of(key))
             return jax.jit(run, out_shardings=self._everywhere).lower(self._params, self._state, _NUMBER)
-        run = _named(Step(self.model, self.drafter, key, self._accept), name_of(key))
+        run = _named(Step(self.model, self.drafter, key, self.law), name_of(key))
         jitted = jax.jit(run, donate_argnums=1, out_shardings=self._out())
         return jitted.lower(self._params, self._state, self._chunk(key), _NUMBER)
 
     def _compile_phases(self, key: StepKey) -> _Phases:
-        step, params, state = Step(self.model, self.drafter, key, self._accept), self._params, self._state
+        step, params, state = Step(self.model, self.drafter, key, self.law), self._params, self._state
         shape = key.slots, key.room + 1, -(-self.model.cfg.vocab_size // 32)
         allowed = jax.ShapeDtypeStruct(shape, jnp.uint32)
         _, drafts = jax.eval_shape(step.draft, params, state, allowed, _NUMBER)
@@ -233,7 +230,9 @@ class Programs:
         if self.model.on.mesh is not None:
             rows = state.slots.length.sharding
             where = jax.tree.map(lambda _: rows, drafts)
-            where = where.replace(tokens=self._everywhere)  # the host reads them
+            tree = drafts.parents is not None
+            # The host reads them.
+            where = where.replace(tokens=self._everywhere, parents=self._everywhere if tree else None)
             drafts = jax.tree.map(
                 lambda a, by: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by), drafts, where
             )

@@ -13,6 +13,7 @@ from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_sta
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch
+from mtp_jax.decode.law import Law
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
@@ -39,10 +40,18 @@ class LocalRunner(DeviceRunner):
         state: the device's state; launches replace it.
     """
 
-    def __init__(self, model: Model, params: Params, shape: StateShape, suffix_drafts: bool = False) -> None:
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        shape: StateShape,
+        suffix_drafts: bool = False,
+        law: Law | None = None,
+    ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter.
+        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law: see
+        ``Step``.
         """
         drafter, on = build(model.cfg, suffix_drafts), model.on
         # The passes of several NextN layers differ, so no loop can compute them.
@@ -52,7 +61,7 @@ class LocalRunner(DeviceRunner):
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(model, drafter, shape, self.layout, groups)
-        self.programs = Programs(model, drafter, shapes(self.params), abstract)
+        self.programs = Programs(model, drafter, shapes(self.params), abstract, law)
         self._abstract, self.state = abstract, empty_state(abstract)
         self._shape = shape
 
@@ -137,7 +146,8 @@ class LocalRunner(DeviceRunner):
             if masks is None:
                 raise ValueError(f"{key} is structured: it needs masks")
             self.state, drafts = self.programs.draft_phase(key, self.params, self.state, masks(None))
-            allowed = masks(np.asarray(drafts.tokens))
+            parents = None if drafts.parents is None else np.asarray(drafts.parents)
+            allowed = masks(np.asarray(drafts.tokens), parents)
             self.state, result = self.programs.verify_phase(
                 key, self.params, self.state, drafts, allowed, chunk
             )

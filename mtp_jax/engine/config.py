@@ -1,9 +1,10 @@
 """Sizes and choices of an engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mtp_jax.decode.keys import MAX_DRAFTS, Drafting
+from mtp_jax.decode.law import Asked, Law
 from mtp_jax.errors import ConfigError
 from mtp_jax.options import check, documented, narrowed, option
 
@@ -95,6 +96,15 @@ class EngineOptions:
         "(arXiv 2408.07978), which accepts fewer, and a seed gives one text at every depth",
         choices=get_args(VerifierChoice),
     )
+    synthetic_acceptance: Asked | None = option(
+        None,
+        "how many drafts are kept, in the place of the model's verdict, for benchmarks, which are marked "
+        "SYNTHETIC: a mean of tokens per step (2.99), the share of steps that keeps each draft "
+        "(0.8,0.6,0.4), or a golden length by name (glm-5.2)",
+        kind=object,
+        unset="the model decides",
+        metavar="LENGTH|SHARES|NAME",
+    )
     kernels: KernelChoice = option(
         "auto",
         "GPU kernels: where there is one for the device and the shapes (auto), none (xla), or nothing else, "
@@ -171,11 +181,22 @@ class EngineOptions:
                 f"memory_fraction = {self.memory_fraction:g} and num_pages = {self.num_pages} both say how "
                 "large the cache is; leave one of them out"
             )
+        if self.law is not None and self.suffix_drafts:
+            raise ConfigError(
+                "suffix_drafts = True, but a row without a match has no drafts for synthetic_acceptance to "
+                "keep; leave one of them out"
+            )
         if self.suffix_drafts and not self.num_speculative_tokens:
             raise ConfigError(
                 "suffix_drafts = True, but num_speculative_tokens = 0 verifies no drafts; set it to 1 to "
                 f"{MAX_DRAFTS}, or suffix_drafts to False"
             )
+
+    @property
+    def law(self) -> Law | None:
+        """The law of ``synthetic_acceptance``. Raises ConfigError."""
+        asked = self.synthetic_acceptance
+        return None if asked is None else Law.of(asked, self.num_speculative_tokens)
 
 
 @documented
@@ -188,6 +209,10 @@ class EngineConfig(EngineOptions):
         EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)
     )
     seed: int = narrowed(EngineOptions, "seed", 0, unset="")
+
+    def without_drafts(self) -> "EngineConfig":
+        """The same options for an engine that never drafts."""
+        return replace(self, num_speculative_tokens=0, suffix_drafts=False, synthetic_acceptance=None)
 
     @property
     def columns(self) -> int:

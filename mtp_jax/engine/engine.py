@@ -75,7 +75,8 @@ class Engine:
         runner: a runner with the slots and pages of ``config``. grammars: the compiler for structured output;
         None refuses structured output. weight_version: names the parameters that the runner has.
         """
-        self.cfg, self.config, self.runner, self.grammars = cfg, config, runner, grammars
+        self.cfg, self.config, self.runner = cfg, config, runner
+        self.grammars = None if config.law else grammars  # a forced verdict asks none
         self.shards, self.pages = runner.shards, config.pages_per_shard(runner.shards)
         self.tier: HostTier | None = None
         if config.host_cache_gib:
@@ -88,7 +89,7 @@ class Engine:
         self.timings, self.counters = Timings(), Counters()
         self.buckets = Buckets(config, self.shards, runner.any_depth)
         self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)
-        self._inputs = InputProcessor(cfg, config, self.pages, grammars)
+        self._inputs = InputProcessor(cfg, config, self.pages, self.grammars)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False
         self._warm: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)

@@ -48,6 +48,11 @@ class Speculation:
         return Speculation(accepted, drafted, [source] * len(chosen))
 
     @property
+    def drafter(self) -> "Speculation":
+        """Counts of the steps whose drafts are the drafter's, and no suffix matches."""
+        return self.of(Source.NEXTN)
+
+    @property
     def accepted_per_position(self) -> tuple[int, ...]:
         """Number of accepted drafts at each position."""
         deepest = max(self.drafted_per_step, default=0)

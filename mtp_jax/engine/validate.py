@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from numbers import Real
 
+from mtp_jax.decode.law import MARK
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -38,6 +39,12 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
             "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
         )
+    most = cfg.drafter and cfg.drafter.most_drafts
+    if most is not None and config.num_speculative_tokens > most:
+        raise ConfigError(
+            f"num_speculative_tokens = {config.num_speculative_tokens}, but a block of this "
+            f"{cfg.drafter and cfg.drafter.name} head has {most} drafts; use {most} or less"
+        )
     if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
         raise ConfigError(
             f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "
@@ -67,6 +74,8 @@ class InputProcessor:
         _check_ids("stop_token_ids", params.stop_token_ids, self.cfg.vocab_size)
         _check_ids("allowed_token_ids", params.allowed_token_ids or (), self.cfg.vocab_size)
         _check_terms(terms)
+        if config.law:
+            _check_forced(params)
         spare = terms.get("spare", 0)
         max_tokens = self._max_tokens(len(ids), params, spare)
         # The random numbers of a sampled token depend on where its step begins, so a seed fixes the depth,
@@ -200,6 +209,21 @@ def _token_id(token: object) -> int:
         return operator.index(token)  # pyright: ignore[reportArgumentType]
     except TypeError as e:
         raise RequestError(f"a prompt is a list of token ids, integers; {token!r} is among them") from e
+
+
+def _check_forced(p: SamplingParams) -> None:
+    """Raises RequestError for options that mean nothing where drafts are kept by a law."""
+    wanted = {
+        "logprobs": p.logprobs is not None,
+        "structured output": p.structured is not None,
+        "bad_words": bool(p.bad_words),
+        "max_thinking_tokens": p.max_thinking_tokens is not None,
+    }
+    if names := [name for name, asked in wanted.items() if asked]:
+        raise RequestError(
+            f"{names[0]} means nothing here: acceptance is {MARK}, drafts are kept whatever the model says; "
+            "leave it out, or start without synthetic_acceptance"
+        )
 
 
 def _check_terms(terms: Terms) -> None:

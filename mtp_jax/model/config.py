@@ -3,15 +3,14 @@
 import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model import hf_config
-from mtp_jax.model.config_parts import GqaConfig, IndexerConfig, RowFormat, YarnConfig
+from mtp_jax.model.config_parts import GqaConfig, HeadConfig, IndexerConfig, RowFormat, YarnConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
-__all__ = ["Captures", "Eagle3Config", "GqaConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
+__all__ = ["GqaConfig", "HeadConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     fp8: bool = False
     int4_group: int | None = None
-    drafter: "Eagle3Config | None" = None
+    drafter: HeadConfig | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -95,11 +94,8 @@ class ModelConfig:
         try:
             count = values.get("num_nextn_predict_layers", 0)
             values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, _MOST + 1)))
-            if head := raw.get(_HEAD):
-                layer, taps = cls.from_dict(head["layer"]), tuple(head["taps"])
-                values["drafter"] = Eagle3Config(**{**head, "layer": layer, "taps": taps})
             return cls(**values)
-        except (KeyError, TypeError, OverflowError) as e:
+        except (TypeError, OverflowError) as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
 
     def to_dict(self) -> JsonObject:
@@ -123,9 +119,6 @@ class ModelConfig:
             yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
             out["rope_scaling"] = {"type": "yarn"} | yarn
         out["nextn_moe"] = list(self.nextn_moe)
-        if head := self.drafter:
-            said = {f.name: getattr(head, f.name) for f in fields(head)}
-            out[_HEAD] = said | {"layer": head.layer.to_dict()}
         return out
 
     def _kind(self) -> tuple[str, str]:
@@ -239,40 +232,6 @@ class ModelConfig:
             return self
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
-
-Captures = Literal["outputs", "inputs"]
-"""A list of taps in a draft head's config.json counts outputs of layers, or their inputs."""
-
-
-@dataclass(frozen=True)
-class Eagle3Config:
-    """An EAGLE-3 head (arXiv 2503.01840, section 3.1): one layer over hidden states from inside the trunk.
-
-    Attributes:
-        layer: sizes of the head's layer; its vocabulary is the one that the head drafts from.
-        taps: residual streams of the trunk that the head reads, k the stream after k layers.
-        tap_norms: number of RMSNorms before the product that fuses the taps: one of each tap (``fc_norm``),
-            one of all taps in a row (``norm_before_fc``), or none.
-        normed_output: ``norm_output``: whether the state after the head's final norm is fed back, not the
-            state before it.
-        normed_residual: ``norm_before_residual``: whether the layer adds to the hidden state after its norm.
-        logit_scale: factor of the head's logits.
-        maps: whether the head has a table of its tokens' ids (``d2t``).
-        embeds: whether the head has an embedding of its own.
-    """
-
-    layer: ModelConfig
-    taps: tuple[int, ...]
-    tap_norms: int = 0
-    normed_output: bool = False
-    normed_residual: bool = False
-    logit_scale: float = 1.0
-    maps: bool = False
-    embeds: bool = False
-
-
-_HEAD = "mtp_jax_draft_head"
-"""The key for the draft head in a config.json that this project writes beside Orbax arrays."""
 
 # Fields that are read into classes of their own.
 _PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "gqa": GqaConfig}

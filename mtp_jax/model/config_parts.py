@@ -80,6 +80,31 @@ class GqaConfig:
         return self.kv_heads * self.head_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """A draft head beside a trunk; the kinds of heads are in ``head_config``.
+
+    Attributes:
+        taps: residual streams of the trunk that the head reads, k the stream after k layers.
+        maps: whether the head has a table of its tokens' ids (``d2t``).
+        embeds: whether the head has an embedding of its own.
+    """
+
+    taps: tuple[int, ...]
+    maps: bool = False
+    embeds: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its kind, for people."""
+        raise NotImplementedError
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most drafts of a pass; None: any number, by recursion."""
+        return None
+
+
 @dataclass(frozen=True)
 class RowFormat:
     """A token's row in a layer's cache, and the way in which an FP8 cache stores it.

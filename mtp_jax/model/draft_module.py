@@ -19,9 +19,10 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.moe import Routing
+from mtp_jax.model.narrow import Table
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.products.plain import Rows, Stream
-from mtp_jax.model.trunk import Model, OneCache, block
+from mtp_jax.model.trunk import Model, OneCache, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
 
@@ -69,8 +70,8 @@ class DraftModule(Protocol):
         ...
 
     @property
-    def vocab(self) -> int:
-        """The trunk's vocabulary."""
+    def trunk(self) -> ModelConfig:
+        """Sizes of the trunk, whose tokens are drafted."""
         ...
 
     def layer(self, params: Params, k: int) -> Layer:
@@ -96,6 +97,19 @@ class DraftModule(Protocol):
     def logits(self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend) -> Float[Array, "*b V"]:
         """Draft logits of layer ``k``, float32, from ``fed_back``; -inf for tokens that it never drafts."""
         ...
+
+
+def beside(
+    table: Table,
+    token_norm: Float[Array, " D"],
+    hidden_norm: Float[Array, " D"],
+    eps: float,
+    given: Pass,
+    on: Backend,
+) -> Float[Array, "B W E"]:
+    """[norm(embedding), norm(hidden)] of every row, E = 2 D. table: of embeddings."""
+    e = rms_norm(embed(table, given.tokens, on.mesh), token_norm, eps)
+    return jnp.concatenate([e, rms_norm(given.hidden.astype(e.dtype), hidden_norm, eps)], axis=-1)
 
 
 def run(

@@ -17,11 +17,10 @@ from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import WholeCache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.draft_module import Pass
-from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.draft_module import Pass, beside
 from mtp_jax.model.params import Layer, NextN, Params
 from mtp_jax.model.products.plain import Stream
-from mtp_jax.model.trunk import REFERENCE, Traced, embed
+from mtp_jax.model.trunk import REFERENCE, Traced
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,9 @@ class NextNLayers:
         return range(first, first + self.cfg.num_nextn_predict_layers)
 
     @property
-    def vocab(self) -> int:
-        """The trunk's vocabulary."""
-        return self.cfg.vocab_size
+    def trunk(self) -> ModelConfig:
+        """Sizes of the trunk, which are theirs."""
+        return self.cfg
 
     def layer(self, params: Params, k: int) -> Layer:
         """The decoder block of layer ``k``."""
@@ -55,12 +54,11 @@ class NextNLayers:
 
     def merge(self, params: Params, on: Backend, k: int, given: Pass) -> tuple[Float[Array, "B W D"], None]:
         """eh_proj [enorm(embedding); hnorm(hidden)] (eq. 21)."""
-        p, eps = params.nextn[k], self.cfg.rms_norm_eps
-        e = embed(params.embed if p.embed is None else p.embed, given.tokens, on.mesh)
-        e = rms_norm(e, p.token_norm, eps)
-        h = rms_norm(given.hidden.astype(e.dtype), p.hidden_norm, eps)
+        p: NextN = params.nextn[k]
+        table = params.embed if p.embed is None else p.embed
+        rows = beside(table, p.token_norm, p.hidden_norm, self.cfg.rms_norm_eps, given, on)
         with jax.named_scope("merge"):
-            return on.products.linear(jnp.concatenate([e, h], axis=-1), p.merge), None
+            return on.products.linear(rows, p.merge), None
 
     def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W D"]:
         """The state after shared_head.norm."""

@@ -12,21 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_specs import BlockHead, BlockLayer, Confidence, Convolution, Eagle3, Markov, Selector
+from mtp_jax.model.layer_specs import Attention, GqaAttention, Indexer, Layer, Mlp, Moe
 from mtp_jax.model.spec import Spec
-from mtp_jax.model.specs import (
-    Attention,
-    Eagle3,
-    GqaAttention,
-    Indexer,
-    Layer,
-    Mlp,
-    Moe,
-    NextN,
-    Params,
-    param_specs,
-)
+from mtp_jax.model.specs import NextN, Params, param_specs
 
-for _tree in (Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Eagle3, Params):
+for _tree in (
+    *(Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Params),
+    *(Eagle3, BlockHead, BlockLayer, Convolution, Markov, Confidence, Selector),
+):
     jax.tree_util.register_dataclass(_tree)
 
 Tree = TypeVar("Tree")

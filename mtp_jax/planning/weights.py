@@ -7,8 +7,9 @@ from typing import Literal
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_quantization import FP8_BLOCK
+from mtp_jax.model.layer_specs import Layer, Moe
 from mtp_jax.model.spec import Spec, count, leaves
-from mtp_jax.model.specs import Layer, Moe, Params, param_specs
+from mtp_jax.model.specs import Params, param_specs
 from mtp_jax.planning.hardware import Rate
 
 

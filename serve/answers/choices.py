@@ -32,8 +32,7 @@ class ChoicesCall(Call):
         self._ended: dict[int, bool] = {}  # of choices that the client has received, whether they have ended
         self._speculation = Speculation()
         self._head: JsonObject = {"id": self.prefix + new_id(), "created": int(time.time())}
-        if server.allm.about.simulated:
-            self._head["system_fingerprint"] = "SIMULATED"
+        self._head |= server.fingerprint
 
     @abstractmethod
     def choice(self, index: int, output: RequestOutput, c: CompletionOutput, begun: bool) -> JsonObject:

@@ -109,10 +109,14 @@ class Settings:
     )
 
     acceptance_floor: float = _share(
-        0.2, "warn when fewer of the NextN layer's first drafts are accepted; 0: never"
+        0.2, "warn when fewer of the drafter's first drafts are accepted; 0: never"
     )
     acceptance_ceiling: float = _share(
         0.98, "warn when more of them are, as in text that repeats itself; 1: never"
+    )
+    strict_draft: bool = option(
+        False,
+        "end at the start if a draft_model's first drafts are accepted less often than acceptance_floor",
     )
     access_log: AccessLog | None = option(
         None,

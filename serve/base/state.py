@@ -34,6 +34,12 @@ class Server:
         return tokenizer
 
     @property
+    def fingerprint(self) -> dict[str, str]:
+        """A field of every answer that is not the model's own; empty where answers are."""
+        mark = self.allm.about.mark
+        return {"system_fingerprint": mark} if mark else {}
+
+    @property
     def tool_format(self) -> str:
         """The format of the model's calls of tools. Raises RequestError if it has no chat template."""
         name = self.settings.tool_parser

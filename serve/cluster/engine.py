@@ -46,6 +46,7 @@ class Served:
         alarm = AcceptanceAlarm(spec.settings.acceptance_floor, spec.settings.acceptance_ceiling)
         served = cls(allm, make_app(allm, spec.settings, alarm))
         await allm.start()
+        await alarm.check(allm, spec.settings.strict_draft)
         Watchdog(allm, spec.settings.step_seconds).__enter__()  # for as long as the process lives
         served._beside = [asyncio.create_task(job) for job in (served._end(), log_stats(allm, alarm))]
         return served

@@ -75,8 +75,8 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
     app = Starlette(routes=routes, exception_handlers=errors)
     app.router.redirect_slashes = False
     controlled: ASGIApp = AccessControl(app, server, frozenset((*_GET, *_POST)))
-    if allm.about.simulated:
-        controlled = _marked(controlled)
+    if mark := allm.about.mark:
+        controlled = _marked(controlled, mark)
     if not settings.allowed_origins:
         return controlled
     # CORS comes before the access control, as a browser's preflight has no key.
@@ -85,17 +85,17 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
         allow_origins=[origin.lower() for origin in settings.allowed_origins],
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "warning", "retry-after", "x-simulated"),
+        expose_headers=("x-request-id", "warning", "retry-after", "x-simulated", "x-synthetic"),
     )
 
 
-def _marked(app: ASGIApp) -> ASGIApp:
-    """The application with a header in each answer that marks it as simulated."""
+def _marked(app: ASGIApp, mark: str) -> ASGIApp:
+    """The application with a header in each answer that says that it is not the model's own."""
 
     async def marked(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [*message.get("headers", ()), (b"x-simulated", b"SIMULATED")]
+                headers = [*message.get("headers", ()), (f"x-{mark.lower()}".encode(), mark.encode())]
                 message = {**message, "headers": headers}
             await send(message)
 

@@ -115,7 +115,8 @@ class Server(uvicorn.Server):
         ready: Callable[[], None],
         reporter: Reporter | None = None,
     ) -> None:
-        self._alarm = AcceptanceAlarm(settings.acceptance_floor, settings.acceptance_ceiling)
+        limits = settings.acceptance_floor, settings.acceptance_ceiling
+        self._alarm = AcceptanceAlarm(*((0, 1) if allm.about.engine.law else limits))
         super().__init__(_config(allm, settings, self._alarm))
         self._allm, self._settings, self._ready = allm, settings, ready
         self._reporter = reporter
@@ -137,6 +138,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the engine and open the port. Raises the error of an engine that does not start."""
         await self._allm.start(self._reporter)
+        await self._alarm.check(self._allm, self._settings.strict_draft)
         for listener in sockets or ():
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -56,7 +56,7 @@ def _model(server: Server, name: str) -> dict[str, object]:
         "id": name,
         "object": "model",
         "created": server.created,
-        "owned_by": "SIMULATED" if server.allm.about.simulated else "mtp-jax",
+        "owned_by": server.allm.about.mark or "mtp-jax",
         "max_model_len": server.allm.about.engine.longest,
     }
 

@@ -78,7 +78,7 @@ class _Messages(AssistantCall):
     def end(self) -> Iterable[JsonObject]:
         """The events of the end, with its reason."""
         yield from super().end()
-        made_by = {"weight_version": self.weight_version}
+        made_by = {"weight_version": self.weight_version, **self.server.fingerprint}
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
         yield {"type": "message_stop"}
 
@@ -112,6 +112,7 @@ class _Messages(AssistantCall):
             **end,
             "usage": self._usage(),
             "weight_version": self.weight_version,
+            **self.server.fingerprint,
         }
 
 

@@ -61,6 +61,7 @@ class _Generate(Call):
             "completion_tokens": c.num_tokens,
             "cached_tokens": output.cached_tokens,
             "weight_version": output.weight_version,
+            **self.server.fingerprint,
             **self._scores(output, c),
         }
         if s.drafted:
@@ -122,6 +123,7 @@ async def server_info(server: Server, request: Request) -> Response:
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_cache_dtype,
         "weight_version": server.allm.weight_version,
+        **server.fingerprint,
         "released_memory": server.allm.released,
         "state": server.allm.warm_up.state,
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,

@@ -133,6 +133,7 @@ class _Responses(AssistantCall):
             "tools": told["tools"] or [],
             "truncation": "disabled",
             "weight_version": self.weight_version,
+            **self.server.fingerprint,
             "usage": None
             if status == "in_progress"
             else {

@@ -1,16 +1,17 @@
 """An alarm when the first draft of a step is accepted too seldom, or nearly always.
 
-Too seldom: the NextN layer does not belong to the model, or was not loaded right. Drafts then cost time and
-gain no tokens.
+Too seldom: the drafter does not belong to the model, or was not loaded right. Drafts then cost, and gain
+nothing.
 Nearly always: the text repeats itself, which is easy to predict.
 """
 
 import logging
+from functools import partial
 from math import exp, sqrt
 from statistics import NormalDist
 from typing import Literal
 
-from mtp_jax import EngineStats
+from mtp_jax import AsyncLLM, ConfigError, EngineStats
 
 _LOG = logging.getLogger(__name__)
 Kind = Literal["low", "high"]
@@ -23,7 +24,7 @@ _DEVIATIONS = NormalDist().inv_cdf(0.999)
 
 
 class AcceptanceAlarm:
-    """Follows the NextN layer's first drafts; suffix matches do not depend on the layer.
+    """Follows the drafter's first drafts; suffix matches say nothing of it.
 
     An alarm begins when acceptance is beyond its limit with a confidence of 99.9 %, and ends when it is
     within with the same confidence.
@@ -35,6 +36,35 @@ class AcceptanceAlarm:
         self._seen = (0, 0)  # drafts and accepted drafts at the last ``look``
         self._tried = self._held = 0.0
         self.kind: Kind | None = None
+        self.at_start: tuple[float, ...] = ()
+
+    async def check(self, allm: AsyncLLM, strict: bool) -> None:
+        """Let a drafter with a folder of its own draft for a text of the model, before requests come.
+
+        The shares of drafts accepted at each position are logged and kept in ``at_start``. strict: raise
+        ConfigError where the first is below the floor, which is a warning else.
+        """
+        if len(allm.llm.folders) == 1:
+            return
+        found = await allm.on_engine(partial(allm.llm.probe_drafts, prepare=False))
+        found = found and found.drafter
+        if not found or not found.steps:
+            return
+        self.at_start = tuple(n / found.steps for n in found.accepted_per_position)
+        shares = ", ".join(f"{share:.0%}" for share in self.at_start)
+        said = f"the drafter of {allm.llm.folders[-1]}: {shares} of its drafts accepted at positions 1 to "
+        said += f"{len(self.at_start)}, {found.acceptance_length:.2f} tokens per step"
+        floor = self._limits["low"]
+        if _interval(found.accepted_per_position[0], found.steps)[1] >= floor:
+            _LOG.info("%s", said)
+            return
+        said += (
+            f"; the first is below --acceptance-floor {floor:g}: the head may be another model's, or read "
+        )
+        said += "other layers (--draft-captures)"
+        if strict:
+            raise ConfigError(f"{said}; leave out --strict-draft to serve with it")
+        _LOG.warning("%s", said)
 
     def look(self, stats: EngineStats) -> None:
         """Add the drafts since the last call, and log an alarm that begins or ends."""
@@ -60,10 +90,10 @@ class AcceptanceAlarm:
         return self.kind if self.kind and still[self.kind] else None
 
     def _log(self) -> None:
-        found = f"{self._held / self._tried:.1%} of the NextN layer's first drafts are accepted"
+        found = f"{self._held / self._tried:.1%} of the drafter's first drafts are accepted"
         if self.kind == "low":
             _LOG.warning(
-                "%s, below %g: the layer may not belong to this model, or was damaged when it was converted; "
+                "%s, below %g: the drafter may not belong to this model, or was damaged when converted; "
                 "--num-speculative-tokens 0 serves without it",
                 found,
                 self._limits["low"],

@@ -129,7 +129,7 @@ class _Engine:
 
     def collect(self) -> Iterator[Metric]:
         """Families of metrics."""
-        s, allm = self._allm.stats(), self._allm
+        s, allm, law = self._allm.stats(), self._allm, self._allm.about.engine.law
         gauges = {
             "vllm:num_requests_running": ("Requests that have a slot.", s.running),
             "vllm:num_requests_waiting": ("Requests without a slot.", s.waiting),
@@ -149,6 +149,10 @@ class _Engine:
             "mtp_jax:step_age_seconds": ("Age of the step in progress; 0 while idle.", allm.step_age),
             "mtp_jax:executables": ("Compiled programs.", s.executables),
             "mtp_jax:simulated": ("1: no model answers, all tokens are SIMULATED.", allm.about.simulated),
+            "mtp_jax:synthetic_acceptance_length": (
+                "Acceptance length that is forced, SYNTHETIC; 0: the model decides.",
+                law.length if law else 0,
+            ),
             "mtp_jax:warming": ("Whether smaller programs are still being compiled.", allm.warming),
         }
         if s.realised_speedup is not None:
@@ -193,6 +197,12 @@ class _Engine:
             labels=[_LABEL, "kind"],
         )
         yield self._family(alarms, {(kind,): float(kind == self._alarm.kind) for kind in KINDS})
+        checked = GaugeMetricFamily(
+            "mtp_jax:draft_check_acceptance",
+            "Drafts of --draft-model that were accepted in a text of the model at the start, by position.",
+            labels=[_LABEL, "position"],
+        )
+        yield self._family(checked, {(str(i),): share for i, share in enumerate(self._alarm.at_start)})
         for name, (text, value) in counters.items():
             yield self._family(CounterMetricFamily(name, text, labels=[_LABEL]), {(): value})
         by = {

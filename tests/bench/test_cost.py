@@ -19,8 +19,8 @@ from tests import golden
     [
         StepKey(2, 3, 4, SamplingMode()),
         StepKey(1, 0, 4, SamplingMode()),
-        StepKey(0, 0, 4, SamplingMode(), None, 16, 1),
-        StepKey(2, 3, 4, SamplingMode(), None, 16, 1),
+        StepKey(0, 0, 4, SamplingMode(), 16, 1),
+        StepKey(2, 3, 4, SamplingMode(), 16, 1),
     ],
 )
 def test_quantised_weights_are_fewer_bytes_but_as_many_operations(key):
@@ -53,10 +53,23 @@ def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
 def test_nextn_rows_of_a_prompt_cost_their_merge_and_latents(variant):
     model = checkpoint.load(golden.model_dir(variant))
     plain = replace(model.params, nextn=())
-    key = StepKey(0, 0, 0, SamplingMode(), None, 16, 1)
+    key = StepKey(0, 0, 0, SamplingMode(), 16, 1)
     with_rows, without = (
         cost.of_launch(key, model.config, p, 16, "float32", 1) for p in (model.params, plain)
     )
     (layer,) = model.params.nextn
     assert with_rows.bytes - without.bytes == of_entries(layer).always
     assert with_rows.flops - without.flops == 2 * 16 * of_entries(layer).always / 4
+
+
+def test_a_draft_head_is_read_for_every_draft_and_its_entries_once():
+    found = checkpoint.load(*(golden.model_dir("eagle3", part) for part in ("model", "draft")))
+    params, key = found.params, StepKey(1, 3, 0, SamplingMode())
+    work, plain = (
+        cost.of_launch(k, found.config, params, 16, "float32", 1) for k in (key, replace(key, depth=0))
+    )
+    assert params.drafter is not None
+    narrow, wide = (expected_experts(found.config, w) for w in (1, 4))
+    more = of_trunk(params).touched(wide) - of_trunk(params).touched(narrow)
+    drafts = 3 * (of_nextn(params.drafter).always + cost.nbytes(params.drafter.head))
+    assert work.bytes - plain.bytes == pytest.approx(more + drafts + of_entries(params.drafter).always)

@@ -1,19 +1,16 @@
-"""The closed loop over the Python engine, its latencies, and acceptance that is simulated and says so."""
+"""The closed loop over the Python engine, its latencies, and acceptance that is forced and says so."""
 
 import json
 import sys
 
 import pytest
 
-from mtp_jax.api.local import local_runner
-from mtp_jax.bench import report, simulate, sweep
+from mtp_jax.bench import report, sweep
 from mtp_jax.bench.latency import Percentiles, Summary, Timeline, over_rounds, row
 from mtp_jax.bench.report import Report
-from mtp_jax.bench.simulate import Simulated
 from mtp_jax.bench.subject import load as load_model
 from mtp_jax.commands import cli
-from mtp_jax.decode.keys import DraftKey
-from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.errors import CheckpointError
 from tests import golden
 from tests.checkpoint.files import drop_nextn, edit_tensors
 
@@ -98,7 +95,7 @@ def test_modes_are_compared_in_one_run(bench, capsys):
     header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     column = [name.strip() for name in header.split("|")].index("same tokens")
     assert [row.split("|")[column].strip() for row in rows] == ["yes"] * 3
-    assert "SIMULATED" not in json.dumps(found)
+    assert "SYNTHETIC" not in json.dumps(found)
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
@@ -159,16 +156,17 @@ def test_an_unfinished_file_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys, monkeypatch):
+@pytest.mark.parametrize("flag", ["--simulate-acceptance", "--synthetic-acceptance"])
+def test_forced_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys, monkeypatch, flag):
     titles = []
     draw = sweep.Report.text
     monkeypatch.setattr(sweep.Report, "text", lambda r: titles.append(r.title) or draw(r))
-    found, _ = bench("sweep", "--modes", "fixed", "--depth", "2", "--simulate-acceptance", "1,0.5")
-    assert found["figures"]["simulated_acceptance"] == [1, 0.5]
-    assert found["title"].startswith("SIMULATED ACCEPTANCE (1, 0.5) - ")
+    found, _ = bench("sweep", "--modes", "fixed", "--depth", "2", flag, "1,0.5")
+    assert found["figures"]["synthetic_acceptance"].startswith("SYNTHETIC acceptance: length 2.5 (")
+    assert found["title"].startswith("SYNTHETIC - Load: ")
     out = capsys.readouterr().out
-    assert out.startswith("SIMULATED ACCEPTANCE")
-    assert "SIMULATED ACCEPTANCE: drafts were kept at random" in out
+    assert out.startswith("SYNTHETIC - ")
+    assert "shares of 1, 0.5 of the steps), whatever the model said" in out
     assert titles[0] == found["title"]  # which is that of the figure, too
     off, fixed = found["figures"]["levels"]
     assert off["acceptance_length"] == 1
@@ -178,24 +176,45 @@ def test_simulated_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys,
     assert fixed["same_tokens"] is None
 
 
-def test_engines_are_never_simulated_halfway():
-    engine = load_model(str(golden.model_dir("rigged"))).engine(2, 1, 32)
-    local_runner(engine).programs._compiled = {DraftKey(1, 1): None}
-    with pytest.raises(ConfigError, match="from the first program on"):
-        simulate.simulate(engine, Simulated((0.5,)))
-
-
-@pytest.mark.parametrize("rates", [(), (1.1,), (0.5, -0.1), (float("nan"),)])
-def test_rates_that_are_no_probabilities(rates):
-    with pytest.raises(ConfigError, match="expected probabilities"):
-        Simulated(rates)
+def test_a_forced_depth_is_labelled_and_the_simulated_rates_become_shares(capsys, monkeypatch, tmp_path):
+    """The last rate holds for all further drafts; depth 0 has no law."""
+    asked = []
+    monkeypatch.setattr("mtp_jax.bench.sweep.run", lambda *given: asked.append(given[-1]) or iter(()))
+    monkeypatch.setattr("mtp_jax.bench.subject.load", lambda *_, **__: None)
+    monkeypatch.setattr("mtp_jax.commands.bench._measure", lambda args: (list(args.measure(args)) and 0) or 0)
+    for given in ("--simulate-acceptance", "0.8,0.5"), ("--synthetic-acceptance", "glm-5.2"):
+        assert cli.main(["bench", "sweep", *given]) == 0
+    assert asked == [pytest.approx((0.8, 0.4, 0.2)), "glm-5.2"]
+    monkeypatch.undo()
+    out = tmp_path / "out.json"
+    sizes = [
+        "--depths",
+        "1",
+        "--prompts",
+        "1",
+        "--prompt-tokens",
+        "6",
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+    ]
+    command = ["bench", "depth", "--model", str(golden.model_dir("rigged")), *sizes, "--json", str(out)]
+    assert cli.main([*command, "--compile-cache", "none", "--synthetic-acceptance", "1"]) == 0
+    found = json.loads(out.read_text())
+    assert found["title"].startswith("SYNTHETIC - Decode speed")
+    assert found["figures"]["synthetic_acceptance"].startswith("at depth 1 SYNTHETIC acceptance: length 1 (")
+    plain, forced = found["figures"]["depths"]
+    assert (plain["same_tokens"], forced["same_tokens"], forced["acceptance_length"]) == (None, None, 1)
+    assert "SYNTHETIC acceptance" in capsys.readouterr().out
 
 
 def test_a_label_keeps_what_it_labels():
-    labelled = Simulated((0.25,)).label(Report("Load: x", ("a",), [(1,)], ["before"], {"levels": []}))
-    assert labelled.title == "SIMULATED ACCEPTANCE (0.25) - Load: x"
+    labelled = report.forced(Report("Load: x", ("a",), [(1,)], ["before"], {"levels": []}), "by law")
+    assert labelled.title == "SYNTHETIC - Load: x"
+    assert labelled.notes[0].startswith("by law, whatever the model said")
     assert labelled.notes[-1] == "before"
-    assert labelled.figures == {"simulated_acceptance": [0.25], "levels": []}
+    assert labelled.figures == {"synthetic_acceptance": "by law", "levels": []}
 
 
 def test_refusals(capsys):
@@ -204,7 +223,9 @@ def test_refusals(capsys):
         (["--modes", "sometimes"], "--modes sometimes; expected some of off,control,fixed,adaptive"),
         (["--concurrency", "0"], "are 1 or more"),
         (["--concurrency", "1,8", "--requests", "7"], "--requests 7 is fewer than the 8 at a time"),
-        (["--simulate-acceptance", "2"], "expected probabilities"),
+        (["--simulate-acceptance", "2"], "is not a list of numbers from 0 to 1"),
+        (["--synthetic-acceptance", "4.5"], "expected a length from 1, the model's own token, to 4"),
+        (["--synthetic-acceptance", "glm-9"], "expected a number, or one of glm-5.2"),
     ):
         assert cli.main(["bench", "sweep", "--model", model, "--compile-cache", "none", *given]) == 2
         assert message in capsys.readouterr().err

@@ -14,28 +14,34 @@ from mtp_jax.checkpoint import convert, load, restore, summarise
 from mtp_jax.checkpoint.update import read_update
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import Captures, Eagle3Config
+from mtp_jax.model.head_config import BlockConfig, Captures, Eagle3Config
 from mtp_jax.model.spec import count, leaves
 from mtp_jax.model.specs import param_specs
 from tests.checkpoint.files import Raw, Tensors, assert_same, copy_folder, edit_json, edit_tensors, read_raw
-from tests.golden import HEADS, expected, model_dir
+from tests.golden import BLOCKS, EAGLES, expected, model_dir
 
 TRUNK, HEAD = model_dir("eagle3"), model_dir("eagle3", "draft")
 
 
 def head_of(variant: str) -> Eagle3Config:
     found = load(model_dir(variant), model_dir(variant, "draft")).config.drafter
-    assert found is not None
+    assert isinstance(found, Eagle3Config)
     return found
 
 
-def edited(tmp_path: Path, **changes: object) -> Path:
-    folder = copy_folder(HEAD, tmp_path / "head")
+def block_of(variant: str, draft: Path | None = None) -> BlockConfig:
+    found = load(model_dir(variant), draft or model_dir(variant, "draft")).config.drafter
+    assert isinstance(found, BlockConfig)
+    return found
+
+
+def edited(tmp_path: Path, head: Path = HEAD, **changes: object) -> Path:
+    folder = copy_folder(head, tmp_path / "head")
     edit_json(folder / "config.json", **changes)
     return folder
 
 
-@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("variant", EAGLES)
 def test_a_head_is_read_as_it_is_declared(variant: str):
     found = load(model_dir(variant), model_dir(variant, "draft"))
     head, params = head_of(variant), found.params.drafter
@@ -136,10 +142,9 @@ def test_a_head_takes_the_place_of_nextn_layers():
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states = 4, but .* names 3"),
         ({"fc_norm": True, "norm_before_fc": True}, "expected one of them at most"),
         ({"norm_output": "yes"}, "norm_output = 'yes'; expected true or false"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers = 2 of a head; expected 1"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers = 2 of an EAGLE-3 head; expected 1"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3' is not supported"),
         ({"use_sliding_window": True}, "sliding window"),
-        ({"architectures": ["DFlashDraftModel"]}, "block drafters .DFlash. are not supported"),
         ({"architectures": ["MedusaModel"]}, "Medusa heads are not supported"),
         ({"logit_scale": 0}, "logit_scale = 0; expected a positive number"),
     ],
@@ -153,8 +158,8 @@ def test_a_head_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_pat
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop("fc.weight"), r"missing \(1\): eagle3.fc.weight"),
-        (lambda t: t.pop("d2t"), r"missing \(1\): eagle3.d2t"),
+        (lambda t: t.pop("fc.weight"), r"missing \(1\): draft_head.fc.weight"),
+        (lambda t: t.pop("d2t"), r"missing \(1\): draft_head.d2t"),
         (lambda t: t.update({"extra.weight": t["fc.weight"]}), r"unexpected \(1\): .*extra.weight"),
         (lambda t: t.update({"norm.weight": t["fc.weight"]}), r"shape \[40, 120\]; expected \[40\]"),
         (lambda t: t.update({"d2t": t["d2t"].filled(1)}), "maps token 0 of the head to"),
@@ -164,6 +169,56 @@ def test_a_head_that_does_not_fit_is_refused_before_its_weights_are_read(tmp_pat
 def test_tensors_that_do_not_fit(tmp_path: Path, edit: Callable[[Tensors], object], message: str):
     with pytest.raises(CheckpointError, match=message):
         summarise(TRUNK, edit_tensors(HEAD, tmp_path / "head", edit))
+
+
+@pytest.mark.parametrize("variant", BLOCKS)
+def test_a_block_drafter_is_read_as_it_is_declared(variant: str):
+    found = load(model_dir(variant), model_dir(variant, "draft"))
+    head, want = block_of(variant), expected(variant)
+    assert head.taps == tuple(want["block_capture"] + 1)  # outputs of layers
+    assert head.most_drafts == len(want["draft_ids"])
+    assert head.name.lower() == variant
+    two = ((3, 8), (12, 6)) if variant == "dflash2" else (None, None)
+    assert (head.convolution, head.selector) == two
+    three = (16, True, True) if variant == "dspark" else (0, False, False)
+    assert (head.markov, head.confidence, head.anchored) == three
+    assert (head.maps, head.embeds, head.heads) == (False, False, False)
+    specs = param_specs(found.config)
+    for array, spec in zip(jax.tree.leaves(found.params.drafter), leaves(specs.drafter), strict=True):
+        assert array.shape == spec.shape
+    assert summarise(model_dir(variant), model_dir(variant, "draft")).nextn_layout == head.name
+
+
+def test_names_and_keys_of_a_block_drafter_in_other_dialects(tmp_path: Path):
+    def rename(t: Tensors) -> None:
+        t["model.encoder.fc.weight"] = t.pop("fc.weight")
+        t["model.encoder.output_norm_enc.weight"] = t.pop("hidden_norm.weight")
+
+    raw: JsonObject = json.loads((model_dir("dflash", "draft") / "config.json").read_text())
+    folder = edit_tensors(model_dir("dflash", "draft"), tmp_path / "head", rename)
+    kept = {"speculators_model_type": "dflash", "block_size": 5, "mask_token_id": 79}
+    kept |= {"aux_hidden_state_layer_ids": [1, 3, 4], "transformer_layer_config": raw}
+    (folder / "config.json").write_text(json.dumps(kept))
+    assert block_of("dflash", folder) == block_of("dflash")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dflash_config": {"mask_token_id": 79, "target_layer_ids": [1, 3, 6]}}, r"\[1, 3, 6\], outputs of"),
+        ({"num_target_layers": 7}, "num_target_layers = 7, the model has 6"),
+        ({"block_size": 1}, "block_size = 1; expected a whole number from 2"),
+        ({"mask_token_id": -1}, "mask_token_id = -1; expected a whole number from 0"),
+        ({"projector_type": "domino"}, "Domino projectors are not supported"),
+        ({"markov_head_type": "gated"}, "markov_head_type = 'gated' is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 of a head is not supported"),
+        ({"sliding_window_non_causal": True}, "sliding window is not supported"),
+        ({"conv_kernel_size": 3, "conv_group_size": 7}, "conv_group_size = 7 does not divide 40 channels"),
+    ],
+)
+def test_a_block_drafter_that_is_refused(tmp_path: Path, changes: JsonObject, message: str):
+    with pytest.raises(ConfigError, match=message):
+        summarise(model_dir("dflash"), edited(tmp_path, model_dir("dflash", "draft"), **changes))
 
 
 def test_draft_captures_without_a_head():
@@ -180,9 +235,11 @@ def test_a_pickle_is_refused(tmp_path: Path):
         load(TRUNK, folder)
 
 
-def test_orbax_keeps_the_head(tmp_path: Path):
-    convert(TRUNK, tmp_path / "out", HEAD, dtype="float32")
-    whole, found = load(TRUNK, HEAD), restore(tmp_path / "out")
+@pytest.mark.parametrize("variant", ["eagle3", "dflash2"])
+def test_orbax_keeps_the_head(tmp_path: Path, variant: str):
+    trunk, head = model_dir(variant), model_dir(variant, "draft")
+    convert(trunk, tmp_path / "out", head, dtype="float32")
+    whole, found = load(trunk, head), restore(tmp_path / "out")
     assert found.config == replace(whole.config, dtype="float32")
     assert_same(found.params, whole.params)
     alone = restore(tmp_path / "out", num_nextn_layers=0)

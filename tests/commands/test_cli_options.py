@@ -27,6 +27,7 @@ OF_SERVERS = (Settings, QueueLimits, HandoverOptions, Hosts, RayOptions)
 # What a flag is given, and what its field then is, where the kind of the option does not say it.
 GIVEN = {
     "mesh": ("2x1", {"data": 2, "model": 1}),
+    "synthetic_acceptance": ("1,0.5", (1.0, 0.5)),
     "stop": ("a", ("a",)),
     "stop_token_ids": ("4,5", (4, 5)),
     "logit_bias": ("7:2.5,8:-1", {7: 2.5, 8: -1.0}),

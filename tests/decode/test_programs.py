@@ -9,8 +9,8 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import DraftKey, SamplingMode, StepKey, buckets, cheapest, name_of
+from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import State
-from mtp_jax.decode.step import accept_drafts
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from tests.decode.helpers import compilations as compilations
@@ -33,7 +33,7 @@ def test_every_program_of_an_engine_has_a_name_of_its_own():
     keys = [
         *(StepKey(b, k, p, mode) for b in (1, 8) for k in (0, 3) for p in pages for mode in modes),
         *(
-            StepKey(b, b, p, mode, None, t, count, prompt)
+            StepKey(b, b, p, mode, t, count, prompt)
             for b in (0, 8)
             for t in (16, 256)
             for p in pages
@@ -54,7 +54,7 @@ def chunk(
     prompts: int = 1,
     slots: int = 0,
 ) -> StepKey:
-    return StepKey(slots, 0, pages, replace(PLAIN, logprobs=logprobs), None, tokens, prompts, scores)
+    return StepKey(slots, 0, pages, replace(PLAIN, logprobs=logprobs), tokens, prompts, scores)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,8 @@ def test_ctrl_c_waits_for_no_program_that_is_being_compiled(monkeypatch):
         go.wait(60)
         ended.set()
 
-    programs = local_runner(make_engine()).programs.accepting(accept_drafts)  # a set of its own
+    made = local_runner(make_engine()).programs
+    programs = Programs(made.model, made.drafter, made._params, made._state)  # a set of its own
     monkeypatch.setattr(programs, "_compile_bookkeeping", lambda: {})
     monkeypatch.setattr(programs, "_compile_one", compile_for_long)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

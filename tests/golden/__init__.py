@@ -19,6 +19,7 @@ GOLDEN = Path(__file__).parent
 ARCHIVES = tuple(GOLDEN / f"{name}.tar.xz" for name in ("weights", "heads"))
 HEADS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/draft")))
 """Trunks without NextN layers, each with a draft head beside it."""
+EAGLES, BLOCKS = (tuple(v for v in HEADS if v.startswith("eagle3") == eagle) for eagle in (True, False))
 VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS}))
 # Variants that an engine decodes.
 DECODED = (
@@ -74,7 +75,7 @@ def raw_config(variant: str = "v3") -> dict:
 
 
 @functools.cache
-def expected(variant: str = "v3") -> dict[str, np.ndarray]:
-    """Its numbers; README.md explains the keys."""
-    with np.load(GOLDEN / variant / "expected.npz", allow_pickle=False) as file:
+def expected(variant: str = "v3", of: str = "expected") -> dict[str, np.ndarray]:
+    """Its numbers; README.md explains the keys. of: "trees": of an EAGLE-3 head's trees."""
+    with np.load(GOLDEN / variant / f"{of}.npz", allow_pickle=False) as file:
         return dict(file)

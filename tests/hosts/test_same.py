@@ -95,6 +95,14 @@ def test_without_a_grammar(tiny, tmp_path, job):
 
 
 @pytest.mark.slow
+def test_forced_acceptance(tiny, tmp_path):
+    """Every rank keeps drafts by the seeds of the requests, greedy ones too."""
+    params = [{**p, "seed": i} for i, p in enumerate(MIXED["params"])]
+    options = {"num_speculative_tokens": 1, "synthetic_acceptance": 1.6}
+    check(tiny, tmp_path, options, [{**MIXED, "params": params}])
+
+
+@pytest.mark.slow
 def test_experts_that_move(tiny, tmp_path):
     """Rows take an all-to-all between the hosts, and experts are placed anew twice a request."""
     more = {"redundant_experts": 8, "expert_rebalance": 5}

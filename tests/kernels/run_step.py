@@ -4,7 +4,7 @@
 
 A step is the engine's own program, launched as the engine does: before the last one's result is read. Slots
 are declared to hold rows that no model computed, so that no prompt comes before the first step. Acceptance is
-simulated (``mtp_jax.bench.simulate``); the text is garbage. Then a few steps are traced, for the time of each
+forced (``mtp_jax.decode.law``); the text is garbage. Then a few steps are traced, for the time of each
 kernel, and of each launch of a layer, in order.
 """
 
@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.bench.report import Spread, table
-from mtp_jax.bench.simulate import Simulated, simulate
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.launches import ReleaseCache, Step
 from mtp_jax.decode.runner import LocalRunner
@@ -39,7 +38,7 @@ from tests.kernels.compile_step import INDEXER, abstract_params, config
 from tests.kernels.random_weights import random_params
 
 # 2.9 tokens per step with three drafts: SGLang's and DeepSeek's reports of DeepSeek-V3 name 2.4 to 3.
-ACCEPTANCE = Simulated((0.85, 0.75, 0.65))
+ACCEPTANCE = 0.85, 0.64, 0.41
 SETTLE, STEPS, TRACED = 8, 200, 4
 MOST = 25  # kernels to print
 ATTENTION = "mla_decode"
@@ -122,12 +121,11 @@ def engine_of(cfg: ModelConfig, params: Params, depth: int, slots: int, rows: in
         max_model_len=longest,
         dtype="bfloat16",
         prefix_cache=False,
+        synthetic_acceptance=ACCEPTANCE[:depth] or None,
     )
     if not depth:
         return local_engine(cfg.with_nextn(()), replace(params, nextn=()), sizes)
-    engine = local_engine(cfg, params, sizes)
-    simulate(engine, ACCEPTANCE)
-    return engine
+    return local_engine(cfg, params, sizes)
 
 
 def declare(runner: LocalRunner, depth: int, rows: int) -> None:

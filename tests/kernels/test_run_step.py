@@ -45,5 +45,5 @@ def test_steps_of_a_model_of_random_weights_are_measured(monkeypatch):
     engine = run_step.engine_of(cfg, params, depth=1, slots=4, rows=100)
     found = run_step.measure(engine, 1, 100, sampled=False)
     assert found.seconds.count == found.call.count == 40
-    assert found.tokens == pytest.approx(1 + run_step.ACCEPTANCE.rates[0], abs=0.1)
+    assert found.tokens == pytest.approx(1 + run_step.ACCEPTANCE[0], abs=0.1)
     assert sum(t for _, _, t in run_step.kernels(run_step.launches(found.trace))) > 0

@@ -72,7 +72,7 @@ def still_metrics(alarm: AcceptanceAlarm | None = None, counters: Any = ()) -> M
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
         stats=lambda: STATS,
-        about=SimpleNamespace(simulated=False),
+        about=SimpleNamespace(simulated=False, engine=SimpleNamespace(law=None)),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
         hooks=SimpleNamespace(counters=counters),

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from mtp_jax import Speculation
+from mtp_jax.decode.keys import Source
+from mtp_jax.errors import ConfigError
 from serve.watch import stats_log
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.stats_log import log_stats
@@ -48,7 +51,7 @@ def test_a_broken_layer(alarm, caplog):
         alarm.look(drafts.go_on(10, 0))
     assert alarm.kind == "low"
     assert len(caplog.messages) == 1
-    assert "0.0% of the NextN layer's first drafts are accepted, below 0.2" in caplog.messages[0]
+    assert "0.0% of the drafter's first drafts are accepted, below 0.2" in caplog.messages[0]
 
 
 def test_a_loop(alarm, caplog):
@@ -113,3 +116,39 @@ def test_metric(alarm, kind):
     for name in ("low", "high"):
         line = f'mtp_jax:acceptance_alarm{{kind="{name}",model_name="tiny"}} {float(name == kind)}'
         assert line in text.splitlines()
+
+
+def checked(alarm: AcceptanceAlarm, accepted: int, strict: bool = False) -> None:
+    """The check of a head whose first draft was accepted in ``accepted`` of 100 steps."""
+    counts = [1] * accepted + [0] * (100 - accepted)
+    found = Speculation(counts, [2] * 100, [Source.NEXTN] * 100)
+
+    async def on_engine(function: Any) -> Speculation:
+        return function()
+
+    llm = SimpleNamespace(folders=("model", "head"), probe_drafts=lambda prepare: found)
+    allm: Any = SimpleNamespace(llm=llm, on_engine=on_engine)
+    asyncio.run(alarm.check(allm, strict))
+
+
+def test_a_head_is_checked_at_the_start(alarm, caplog):
+    caplog.set_level(logging.INFO)
+    checked(alarm, 60, strict=True)
+    assert "of head: 60%, 0% of its drafts accepted at positions 1 to 2, 1.60 tokens per step" in caplog.text
+    assert "--acceptance-floor" not in caplog.text
+    text = still_metrics(alarm).text().decode()
+    assert 'mtp_jax:draft_check_acceptance{model_name="tiny",position="0"} 0.6' in text
+
+
+def test_a_head_of_another_model_is_named_at_the_start(alarm, caplog):
+    checked(alarm, 1)
+    assert "1%, 0% of its drafts accepted" in caplog.text
+    assert "below --acceptance-floor 0.2: the head may be another model's" in caplog.text
+    with pytest.raises(ConfigError, match="leave out --strict-draft to serve with it"):
+        checked(alarm, 1, strict=True)
+
+
+def test_a_model_s_own_layers_are_not_checked(alarm):
+    allm: Any = SimpleNamespace(llm=SimpleNamespace(folders=("model",)))
+    asyncio.run(alarm.check(allm, strict=True))
+    assert alarm.at_start == ()

@@ -83,6 +83,9 @@ def test_files_of_prompts_are_read_and_others_refused(tmp_path: Path):
     ]
     (tmp_path / "speed.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     assert traffic.speed_bench(tmp_path / "speed.jsonl").all == ["first", [system, user]]
+    assert traffic.speed_bench(tmp_path / "speed.jsonl", "coding").all == ["first"]
+    with pytest.raises(ConfigError, match=r"--category maths; .*speed.jsonl has coding"):
+        traffic.speed_bench(tmp_path / "speed.jsonl", "maths")
     wrong = tmp_path / "wrong"
     for text, read, told in (
         ("{", traffic.sharegpt, "is not JSON"),

@@ -1,14 +1,24 @@
 """Which drafter a model has."""
 
+from mtp_jax.decode.drafter.block import Block
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.suffix import Suffix
+from mtp_jax.model.block import Blocks
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.eagle3 import Eagle3Head
+from mtp_jax.model.head_config import BlockConfig, Eagle3Config
 from mtp_jax.model.nextn import NextNLayers
 
 
 def build(cfg: ModelConfig, suffix: bool = False) -> Drafter:
-    """The drafter for the layers that the model was loaded with. suffix: behind suffix matches."""
-    own = Recursive(NextNLayers(cfg)) if cfg.num_nextn_predict_layers else Nothing(cfg.vocab_size)
+    """The drafter that the model was loaded with: a draft head, or its layers. suffix: behind matches."""
+    own: Drafter = Nothing(cfg.vocab_size)
+    if isinstance(cfg.drafter, Eagle3Config):
+        own = Recursive(Eagle3Head(cfg))
+    elif isinstance(cfg.drafter, BlockConfig):
+        own = Block(Blocks(cfg))
+    elif cfg.num_nextn_predict_layers:
+        own = Recursive(NextNLayers(cfg))
     return Suffix(own) if suffix else own

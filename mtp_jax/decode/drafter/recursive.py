@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source, Topology
+from mtp_jax.decode.keys import Source
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
@@ -46,13 +46,13 @@ class RecursiveSlots(struct.PyTreeNode):
         pending: the hidden states that the entry after the written ones merges, by layer: the fused one of
             the last token that has an entry for layer 0, z_{k-1} of it for layer k.
         tokens: committed tokens whose entries are deferred: the last of each slot, in order.
-        hidden: the fused hidden states of these tokens.
+        features: hidden states of these tokens, not fused yet.
         count: number of these tokens; elements past it are garbage.
     """
 
     pending: Float[Array, "B k D"]
     tokens: Int[Array, "B n"]
-    hidden: Float[Array, "B n D"]
+    features: tuple[Float[Array, "B n T"], ...]
     count: Int[Array, " B"]
 
 
@@ -75,20 +75,18 @@ class Recursive:
         """The module's."""
         return self.module.features
 
-    def topology(self, depth: int) -> Topology:
-        """Each draft follows the one before it."""
-        return Topology.chain(depth)
-
     def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No entries, nothing deferred."""
         cfg, numbers, kind = self.module.cfg, self.module.numbers, type_of[shape.dtype]
         number, tokens = jnp.zeros(shape.slots, jnp.int32), jnp.zeros((shape.slots, DEFERRED), jnp.int32)
-        pending, hidden = (
-            jnp.zeros((shape.slots, n, cfg.hidden_size), kind) for n in (len(numbers), DEFERRED)
-        )
+        pending = jnp.zeros((shape.slots, len(numbers), cfg.hidden_size), kind)
+        hidden = jnp.zeros((shape.slots, DEFERRED, self.module.trunk.hidden_size), kind)
+        features = (hidden,) * len(self.features)
         cache = tuple(empty_cache(pages, shape.page_size, cfg, i, kind, fp8=shape.fp8) for i in numbers)
         boundary = jnp.zeros((pages, 1, len(numbers) * cfg.hidden_size), kind)
-        return DrafterState(RecursiveSlots(pending, tokens, hidden, number), RecursivePages(cache, boundary))
+        return DrafterState(
+            RecursiveSlots(pending, tokens, features, number), RecursivePages(cache, boundary)
+        )
 
     def propose(
         self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
@@ -118,19 +116,18 @@ class Recursive:
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Write the entries of these tokens, or keep the state from which ``flush`` writes them."""
-        hidden = self.module.fuse(params, on, seen.features)
         if seen.defer:
-            return own.replace(slots=_deferred(own.slots, seen, hidden))
-        return self._extend(params, own, seen, hidden, on)
+            return own.replace(slots=_deferred(own.slots, seen))
+        return self._extend(params, own, seen, on)
 
     def flush(self, params: Params, own: DrafterState, s: Slots, on: Backend) -> DrafterState:
         """Write the deferred entries, and the boundary hidden states of pages that they fill."""
         slots: RecursiveSlots = own.slots
         index, count = jnp.arange(slots.tokens.shape[1]), slots.count[:, None]
         positions = jnp.where(index < count, s.length[:, None] - count + index, -1)
-        seen = Committed(slots.tokens, positions, (), slots.count, s.page_table)
+        seen = Committed(slots.tokens, positions, slots.features, slots.count, s.page_table)
         with jax.named_scope("flush"):
-            own = self._extend(params, own, seen, slots.hidden, on)
+            own = self._extend(params, own, seen, on)
         return own.replace(slots=own.slots.replace(count=jnp.zeros_like(slots.count)))
 
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
@@ -141,17 +138,15 @@ class Recursive:
         pending = jax.lax.dynamic_update_slice_in_dim(slots.pending, found, slot, axis=0)
         return own.replace(slots=slots.replace(pending=pending))
 
-    def _extend(
-        self, params: Params, own: DrafterState, seen: Committed, hidden: Float[Array, "B W D"], on: Backend
-    ) -> DrafterState:
-        """Write the entries of committed tokens with these fused hidden states, every layer.
+    def _extend(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
+        """Write the entries of committed tokens, every layer.
 
         The last layer's are written without its attention and MLP: nothing but a draft needs its output, and
         ``propose`` computes that from the entry itself. The last entry of a page leaves its boundary hidden
         states, too.
         """
         module, pages, slots = self.module, own.pages, own.slots
-        merged, cache = [hidden], list(pages.cache)
+        merged, cache = [module.fuse(params, on, seen.features)], list(pages.cache)
         last, size = len(cache) - 1, cache[0].page_size
 
         def rows(k: int) -> Pass:
@@ -212,7 +207,7 @@ class _Passes:
         """Before the first pass."""
         rules = self.rules
         tokens = jnp.pad(self.s.newest[:, None], ((0, 0), (0, rules.depth)))
-        scores = jnp.zeros((len(tokens), rules.depth, self.module.vocab), jnp.float32)
+        scores = jnp.zeros((len(tokens), rules.depth, self.module.trunk.vocab_size), jnp.float32)
         probs, logits = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
         return _Made(tokens, self.pending[:, :1], cache, probs, logits)
 
@@ -274,11 +269,12 @@ def _pending(
     return jnp.where((count > 0)[:, None, None], after, before)
 
 
-def _deferred(slots: RecursiveSlots, seen: Committed, hidden: Float[Array, "B one D"]) -> RecursiveSlots:
+def _deferred(slots: RecursiveSlots, seen: Committed) -> RecursiveSlots:
     """The slots with one more deferred token each where ``count`` is 1."""
     here = jnp.arange(slots.tokens.shape[1]) == slots.count[:, None]
+    known = zip(seen.features, slots.features, strict=True)
     return slots.replace(
         tokens=jnp.where(here, seen.tokens, slots.tokens),
-        hidden=jnp.where(here[..., None], hidden, slots.hidden),
+        features=tuple(jnp.where(here[..., None], new, old) for new, old in known),
         count=slots.count + seen.count,
     )

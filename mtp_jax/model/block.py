@@ -1,0 +1,212 @@
+"""Heads that draft a block in one pass: DFlash, DFlash2 and DSpark, with Qwen3's layers.
+
+Rows of a block are the newest token and masks, at the positions from the newest token's on. In every layer a
+row sees keys and values made of the trunk's taps of all committed tokens, and all rows of its own block, also
+later rows. An entry of the cache is therefore made of its token's taps alone: c = norm(fc(taps)), of which
+each layer makes keys and values. Embedding and output table are the trunk's, unless the head has its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mtp_jax.model.attention.source import Paged, Whole
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.cache import LayerCache, PagedView
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import BlockConfig
+from mtp_jax.model.head_specs import BlockHead, BlockLayer, Convolution
+from mtp_jax.model.layers import rms_norm, rope_angles
+from mtp_jax.model.params import Mlp, Params
+from mtp_jax.model.sharding import partition, sharded
+from mtp_jax.model.trunk import embed
+from mtp_jax.model.visible import Window
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The head of a trunk. Hashable."""
+
+    trunk: ModelConfig
+
+    @property
+    def head(self) -> BlockConfig:
+        """Sizes and options of the head."""
+        assert isinstance(self.trunk.drafter, BlockConfig), "the trunk has no head that drafts blocks"
+        return self.trunk.drafter
+
+    def context(
+        self, params: Params, on: Backend, taps: Sequence[Float[Array, "B W T"]]
+    ) -> Float[Array, "B W D"]:
+        """c of tokens, from their taps."""
+        p, eps = _of(params), self.head.layers.rms_norm_eps
+        with jax.named_scope("block_context"):
+            return rms_norm(on.products.linear(jnp.concatenate(taps, axis=-1), p.fuse), p.context_norm, eps)
+
+    def write(
+        self,
+        params: Params,
+        on: Backend,
+        context: Float[Array, "B W D"],
+        positions: Int[Array, "B W"],
+        page_table: Int[Array, "B n"],
+        caches: tuple[LayerCache, ...],
+    ) -> tuple[LayerCache, ...]:
+        """Every layer's cache with the keys and values of tokens. positions: -1: the token is not written."""
+        cfg, written = self.head.layers, []
+        angles = rope_angles(cfg, positions)
+        for each, cache in zip(_of(params).layers, caches, strict=True):
+            a = each.layer.attention
+            entries = on.kind(a).entries(a, cfg, context, angles)
+            written.append(on.write(cache, cache.stored(entries, cfg.row), page_table, positions))
+        return tuple(written)
+
+    def run(
+        self,
+        params: Params,
+        on: Backend,
+        tokens: Int[Array, " B"],
+        length: Int[Array, " B"],
+        active: Bool[Array, " B"],
+        page_table: Int[Array, "B n"],
+        caches: tuple[LayerCache, ...],
+    ) -> Float[Array, "B R D"]:
+        """Rows of the block that follows ``length`` cached tokens, before the final norm.
+
+        tokens: the newest of each slot. active: slots whose rows mean something.
+        """
+        p, cfg, rows = _of(params), self.head.layers, self.head.block
+        ids = jnp.full((len(tokens), rows), self.head.mask, jnp.int32).at[:, 0].set(tokens)
+        positions = length[:, None] + jnp.arange(rows)
+        count = jnp.where(active, rows, 0)
+        visible = Window(jnp.zeros_like(length), length, count, jnp.zeros_like(ids))
+        view = PagedView(page_table, jnp.where(active[:, None], positions, -1), visible)
+        angles = rope_angles(cfg, positions)
+        x = embed(params.embed if p.embed is None else p.embed, ids, on.mesh)
+        for i, (layer, cache) in enumerate(zip(p.layers, caches, strict=True)):
+            with jax.named_scope(f"block_{i}"):
+                x = _layer(layer, cfg, on, x, angles, cache, view)
+        return x
+
+    def normed(self, params: Params, x: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+        """Rows after the final norm."""
+        return rms_norm(x, _of(params).norm, self.head.layers.rms_norm_eps)
+
+    def logits(self, params: Params, on: Backend, z: Float[Array, "*b D"]) -> Float[Array, "*b v"]:
+        """Logits of normed rows over the head's vocabulary, which know no other row's draft."""
+        own = _of(params).head
+        return on.products.head(z, params.table if own is None else own)
+
+    def after(
+        self,
+        params: Params,
+        z: Float[Array, "B D"],
+        logits: Float[Array, "B v"],
+        previous: Int[Array, " B"],
+    ) -> Float[Array, "B V"]:
+        """The logits of one row's draft after the token before it, over the trunk's vocabulary.
+
+        DSpark adds its Markov bias; DFlash2 scores its candidates, and every other token gets -inf.
+        """
+        p, ids = _of(params), None
+        if p.markov is not None:
+            logits = logits + (p.markov.previous[previous] @ p.markov.following.T).astype(logits.dtype)
+        if p.selector is not None and self.head.selector is not None:
+            logits, ids = jax.lax.top_k(logits, self.head.selector[1])
+            wanted = p.selector.previous[previous] * (z @ p.selector.hidden.T)
+            logits = logits + jnp.einsum("bkr,br->bk", p.selector.following[ids], wanted).astype(logits.dtype)
+        if p.target_offset is not None:
+            own = jnp.arange(len(p.target_offset)) + p.target_offset
+            ids = own if ids is None else own[ids]
+        if ids is None:
+            return logits
+        rows = jnp.arange(len(logits))[:, None]
+        return jnp.full((len(logits), self.trunk.vocab_size), -jnp.inf).at[rows, ids].set(logits)
+
+    def confidence(
+        self, params: Params, z: Float[Array, "B D"], previous: Int[Array, " B"]
+    ) -> Float[Array, " B"]:
+        """DSpark's own estimate that a row's draft is accepted."""
+        p = _of(params)
+        assert p.confidence is not None, "the head has no confidence head"
+        if self.head.markov_confidence and p.markov is not None:
+            z = jnp.concatenate([z, p.markov.previous[previous]], axis=-1)
+        return jax.nn.sigmoid(z @ p.confidence.weight[0] + p.confidence.bias[0])
+
+
+def _layer(
+    p: BlockLayer,
+    cfg: ModelConfig,
+    on: Backend,
+    x: Float[Array, "B R D"],
+    angles: Float[Array, "B R 2 r"],
+    cache: LayerCache,
+    view: PagedView,
+) -> Float[Array, "B R D"]:
+    layer, eps, mlp = p.layer, cfg.rms_norm_eps, p.layer.mlp
+    assert isinstance(mlp, Mlp), "a head's layers are dense"
+    rows = rms_norm(x, layer.attention_norm, eps)
+    inner, outer = _kernels(p.attention_conv, rows, on)
+    context = _attend(p, cfg, on, _convolved(rows, inner), angles, cache, view)
+    out = on.tap(on.after_attention(layer, cfg, jnp.zeros_like(x), context, (view,)))
+    x = x + _convolved(out, outer)
+    rows = rms_norm(x, layer.mlp_norm, eps)
+    inner, outer = _kernels(p.mlp_conv, rows, on)
+    out = on.tap(on.products.add(jnp.zeros_like(x), on.products.mlp(_convolved(rows, inner), mlp)))
+    return x + _convolved(out, outer)
+
+
+def _attend(
+    p: BlockLayer,
+    cfg: ModelConfig,
+    on: Backend,
+    rows: Float[Array, "B R D"],
+    angles: Float[Array, "B R 2 r"],
+    cache: LayerCache,
+    view: PagedView,
+) -> Float[Array, "B R N v"]:
+    """Attention over the cached rows that the view sees, and over the block's rows, which are not cached."""
+    a = p.layer.attention
+    kind = on.kind(a)
+    q, own, w = kind.queries(a, cfg, rows, angles), kind.entries(a, cfg, rows, angles), kind.by_head(a, cfg)
+
+    def local(q, own, w, cache, view):  # type: ignore[no-untyped-def]
+        cached, mask = Paged(cache, view, cfg.row).read(own.rows.dtype)
+        block = jnp.broadcast_to((view.written >= 0)[:, :, None], (*own.rows.shape[:2], own.rows.shape[1]))
+        both = Whole(jnp.concatenate([cached, own.rows], axis=1), jnp.concatenate([mask, block], axis=2))
+        return kind.attend(q, w, both, cfg.softmax_scale)
+
+    heads, per_slot = partition("slots", None, "heads", None), partition("slots")
+    specs = heads, per_slot, partition("heads"), partition("pages"), per_slot
+    with jax.named_scope("attend"):
+        return sharded(local, on.mesh, specs, heads)(q, own, w, cache, view)
+
+
+Kernels = tuple[Float[Array, "B R t D"] | None, Float[Array, "B R t D"] | None]
+
+
+def _kernels(p: Convolution | None, rows: Float[Array, "B R D"], on: Backend) -> Kernels:
+    """Kernels of the convolutions before and behind a sublayer, from the rows that go into the first."""
+    if p is None:
+        return None, None
+    _, taps, width = p.base.shape
+    own = on.products.linear(rows, p.projection).reshape(*rows.shape[:2], 2, taps, -1)
+    whole = p.base + jnp.repeat(own, width // own.shape[-1], axis=-1)
+    return whole[:, :, 0], whole[:, :, 1]
+
+
+def _convolved(rows: Float[Array, "B R D"], kernel: Float[Array, "B R t D"] | None) -> Float[Array, "B R D"]:
+    """y_i = sum_t kernel[i, t] x_{i - t}, within the block."""
+    if kernel is None:
+        return rows
+    count = rows.shape[1]
+    back = (jnp.pad(rows, ((0, 0), (t, 0), (0, 0)))[:, :count] for t in range(kernel.shape[2]))
+    return sum((kernel[:, :, t] * x for t, x in enumerate(back)), jnp.zeros_like(rows)).astype(rows.dtype)
+
+
+def _of(params: Params) -> BlockHead:
+    assert isinstance(params.drafter, BlockHead), "the configuration has a head, the parameters have none"
+    return params.drafter

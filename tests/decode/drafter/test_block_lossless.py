@@ -1,0 +1,84 @@
+"""Drafts of blocks, each drawn after the one before it: chi-square of steps, and controls that must fail."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mtp_jax.decode.drafter.block import Block
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.protocol import Drafter, Drafts
+from mtp_jax.decode.drafter.rules import DraftRules
+from mtp_jax.decode.state import DrafterState, Slots
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.block import Blocks
+from mtp_jax.model.config import GqaConfig, ModelConfig
+from mtp_jax.model.head_config import BlockConfig
+from mtp_jax.model.params import Params
+from tests.decode.law import CFG, OPTIONS, Case, V, chi_square, emitted, exact_law
+
+LAYERS = ModelConfig(
+    vocab_size=V,
+    hidden_size=CFG.hidden_size,
+    intermediate_size=CFG.intermediate_size,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    first_k_dense_replace=1,
+    rope_interleave=False,
+    gqa=GqaConfig(kv_heads=1, head_dim=8, rotary=1.0, qk_norm=True),
+    eos_token_ids=(),
+)
+DFLASH = BlockConfig(layers=LAYERS, taps=(1, 2), block=5, mask=0)
+# Three of four tokens are candidates.
+HEADS = {
+    "dflash": DFLASH,
+    "dflash2": replace(DFLASH, convolution=(2, 8), selector=(2, V - 1)),
+    "dspark": replace(DFLASH, block=4, anchored=True, markov=2, confidence=True),
+}
+
+
+def target(head: str) -> ModelConfig:
+    return replace(CFG.with_nextn(()), drafter=HEADS[head])
+
+
+@dataclass(frozen=True)
+class Leaking(Block):
+    """Says of its drafts that a quarter of their law lies outside of the candidates."""
+
+    def propose(
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
+    ) -> tuple[Drafts, DrafterState]:
+        drafts, own = super().propose(params, own, s, rules, on)
+        assert drafts.probs is not None
+        return drafts.replace(probs=0.75 * drafts.probs), own
+
+
+def p_values(drafter: Drafter, head: str, verifier: str = "rejection", grammar: bool = False) -> list[float]:
+    cfg = target(head)
+    case = Case(drafter, rows=1500, cfg=cfg)
+    got = emitted("sampled", verifier, grammar, case)
+    assert (got.tokens >= 0).all()
+    assert got.accepted.sum() > 0.2 * got.drafted.sum() > 0
+    laws = (exact_law(option, grammar, case.prompt, cfg) for option in OPTIONS)
+    rows = (slice(i * case.rows, (i + 1) * case.rows) for i in range(len(OPTIONS)))
+    return [chi_square(got.tokens[mine], law) for mine, law in zip(rows, laws, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("head", "verifier", "grammar"),
+    [
+        ("dflash2", "rejection", False),
+        *(pytest.param(head, "rejection", False, marks=pytest.mark.slow) for head in ("dflash", "dspark")),
+        *(pytest.param(head, "block", True, marks=pytest.mark.slow) for head in HEADS),
+        *(pytest.param(head, "coupled", False, marks=pytest.mark.slow) for head in HEADS),
+    ],
+)
+def test_lossless(head: str, verifier: str, grammar: bool):
+    assert build(target(head)) == Block(Blocks(target(head)))
+    assert min(p_values(build(target(head)), head, verifier, grammar)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "head", ["dflash2", *(pytest.param(h, marks=pytest.mark.slow) for h in ("dflash", "dspark"))]
+)
+def test_a_law_that_is_not_renormalised_shows(head: str):
+    assert min(p_values(Leaking(Blocks(target(head))), head)) < 1e-9

@@ -1,0 +1,63 @@
+"""Drafts from a part of the vocabulary: chi-square of whole steps, and a control that must fail."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.protocol import Drafter, Drafts
+from mtp_jax.decode.drafter.recursive import Recursive
+from mtp_jax.decode.drafter.rules import DraftRules
+from mtp_jax.decode.state import DrafterState, Slots
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.eagle3 import Eagle3Head
+from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.params import Params
+from tests.decode.law import CFG, OPTIONS, Case, V, chi_square, emitted, exact_law
+
+# Token 0 is never drafted.
+LAYER = replace(
+    CFG.with_nextn(()), vocab_size=V - 1, num_hidden_layers=1, first_k_dense_replace=1, n_routed_experts=0
+)
+HEAD = Eagle3Config(layer=LAYER, taps=(0, 1, 2), tap_norms=3, maps=True)
+TARGET = replace(CFG.with_nextn(()), drafter=HEAD)
+
+
+@dataclass(frozen=True)
+class Leaking(Recursive):
+    """Says of its drafts that a quarter of their law lies outside of the head's vocabulary."""
+
+    def propose(
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
+    ) -> tuple[Drafts, DrafterState]:
+        drafts, own = super().propose(params, own, s, rules, on)
+        assert drafts.probs is not None
+        return drafts.replace(probs=0.75 * drafts.probs), own
+
+
+def p_values(drafter: Drafter, verifier: str, grammar: bool) -> list[float]:
+    case = Case(drafter, rows=1500, cfg=TARGET)
+    got = emitted("sampled", verifier, grammar, case)
+    assert (got.tokens >= 0).all()
+    assert got.accepted.sum() > 0.2 * got.drafted.sum() > 0
+    laws = (exact_law(option, grammar, case.prompt, TARGET) for option in OPTIONS)
+    rows = (slice(i * case.rows, (i + 1) * case.rows) for i in range(len(OPTIONS)))
+    return [chi_square(got.tokens[mine], law) for mine, law in zip(rows, laws, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("verifier", "grammar"),
+    [
+        ("rejection", False),
+        pytest.param("block", False, marks=pytest.mark.slow),
+        pytest.param("block", True, marks=pytest.mark.slow),
+        pytest.param("coupled", False, marks=pytest.mark.slow),
+    ],
+)
+def test_lossless(verifier: str, grammar: bool):
+    assert build(TARGET) == Recursive(Eagle3Head(TARGET))
+    assert min(p_values(build(TARGET), verifier, grammar)) > 1e-4
+
+
+def test_a_law_that_is_not_renormalised_shows():
+    assert min(p_values(Leaking(Eagle3Head(TARGET)), "rejection", grammar=False)) < 1e-9
