@@ -25,7 +25,7 @@ MOST = {
 }
 # The same of docstrings, and of entries below Attributes and Args, that begin with a preposition.
 OPENED = re.compile(r"(?i)(of|by|for|as|with)\b")
-MOST_DOCSTRINGS, MOST_ENTRIES = 0, 34
+MOST_DOCSTRINGS, MOST_ENTRIES = 0, 20
 
 ENTRY = re.compile(r"[*`\w, ]{1,60}: ")
 ITEM = re.compile(r"([-*]|\d+\.) ")

@@ -21,7 +21,7 @@ class Decode:
     """Results of one depth over all prompts.
 
     Attributes:
-        seconds: for each prompt, from the first token to the last.
+        seconds: time of each prompt, from the first token to the last.
         tokens: tokens decoded in that time, all prompts together.
         speculation: counts of all prompts.
         texts: output ids per prompt.

@@ -57,7 +57,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file. Returns the exit status: 1 if some line failed, now or before."""
+    """Answer the file. Returns the exit status: 1 if a line failed in this run or an earlier one."""
     from mtp_jax.commands import batch_file
 
     options = ray_options(args)
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.target.exists() and args.target.samefile(args.source):
         raise RequestError(f"{args.target} is the input; name another file for the answers")
-    # Faults of the files are said before the model is loaded, and so is that nothing is left to do.
+    # Faults of the files, and an already finished batch, are reported before the model is loaded.
     lines, before = batch_file.already(args.source, args.target)
     name = model_dir(args).resolve().name
     settings = chosen(args, Settings, model_names=name, max_body_bytes=batch_file.MAX_BODY_BYTES)
@@ -107,7 +107,7 @@ async def _answer(
     lines: int,
     report: "Reporter",
 ) -> "tuple[Counts, float]":
-    """Returns (counts, seconds)."""
+    """Answer the lines of a job. Returns (counts, seconds)."""
     from mtp_jax.commands import batch_file
     from serve.http.app import make_app
 
@@ -156,7 +156,7 @@ async def call(app: "ASGIApp", url: str, body: bytes) -> "Answer":
 
     async def receive() -> JsonObject:
         if not unsent:
-            await never.wait()  # the client stays
+            await never.wait()  # the client stays connected
         return {"type": "http.request", "body": unsent.pop(), "more_body": False}
 
     async def send(message: "Message") -> None:

@@ -4,9 +4,9 @@
     out  {"id": ..., "custom_id": "a", "response": {"status_code", "request_id", "body"}, "error": null}
 
 Answers are written as they come, one line each, so they are not in the requests' order. A line that is no
-request becomes one error line. An interrupted run goes on where it stopped: a line of the output says that
-its request is done, by its custom_id, or that its error is known, by the number of the line. Memory does not
-grow with the file, but for a digest per line (some 80 bytes), which tells double and finished requests.
+request becomes one error line. An interrupted run goes on where it stopped: a line of the output shows that a
+request is done, by its custom_id, or that a line is in error, by the line's number. Memory does not grow with
+the file, but for a digest per line (some 80 bytes), which tells double and finished requests.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from mtp_jax.errors import RequestError
 from serve.http.in_process import Answer
 
 MAX_LINE_BYTES = 8 * 2**20
-# Written anew a character of two bytes is an escape of six.
+# Rewritten as JSON, a character of two bytes becomes an escape of six bytes.
 MAX_BODY_BYTES = 3 * MAX_LINE_BYTES
 _URLS = ("/v1/completions", "/v1/chat/completions")
 _BLOCK = 1 << 20
 _ID = "batch_req_"
-_OUTPUT = b'{"id": "%s' % _ID.encode()  # how a line of the output begins
+_OUTPUT = b'{"id": "%s' % _ID.encode()  # the beginning of a line of the output
 
 
 Send = Callable[[str, bytes], Awaitable[Answer]]
-"""Asks for (url, body) and returns the answer."""
+"""Sends (url, body) and returns the answer."""
 
 
 @dataclass
@@ -41,12 +41,12 @@ class Counts:
     """Lines of the input without blank lines.
 
     Attributes:
-        skipped: that an earlier run has done.
-        failed_before: number of finished lines that failed then.
+        skipped: lines that an earlier run has done.
+        failed_before: number of skipped lines that failed in that run.
         succeeded: answered with status 200.
         failed: answered with another status, or no requests.
         tokens: tokens of the answers.
-        warned: answered with a warning; the first of them is kept.
+        warned: answered with a warning; the first warning is kept.
     """
 
     skipped: int = 0
@@ -59,7 +59,7 @@ class Counts:
 
     @property
     def done(self) -> int:
-        """Lines that have a line in the output."""
+        """Number of input lines with a line in the output."""
         return self.skipped + self.succeeded + self.failed
 
     def add(self, got: Answer | None) -> None:
@@ -74,14 +74,14 @@ class Counts:
             self.warning = self.warning or got.warning
 
     def skip(self, key: bytes, done: set[bytes], failed: set[bytes]) -> bool:
-        """Count a line if an earlier run has done it. Returns whether it has."""
+        """Count a line if an earlier run has done it, and return whether it did."""
         self.skipped += key in done
         self.failed_before += key in failed
         return key in done
 
 
 def _key(name: str | int | None) -> bytes:
-    """64 bits that stand for a custom_id, or for the number of a line that has none."""
+    """A digest of 64 bits of a custom_id, or of the number of a line without one."""
     text = f"id {name}" if isinstance(name, str) else f"line {name}"
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
@@ -98,19 +98,19 @@ class Line:
 
     @property
     def key(self) -> bytes:
-        """A key that tells a later run its line in the output."""
+        """The key by which a later run finds this line in the output."""
         return _key(self.custom_id if self.error is None else self.number)
 
 
 class Job:
-    """The rest of a batch, and the output that it is written to.
+    """The unfinished lines of a batch, and the output to which their answers are written.
 
     Attributes:
         counts: counts of the lines so far.
     """
 
     def __init__(self, source: Path, out: BinaryIO, done: set[bytes], failed: set[bytes]) -> None:
-        """Use ``open_job``."""
+        """Call ``open_job`` instead."""
         self._source, self._out, self._done, self._failed = source, out, done, failed
         self.counts = Counts()
 
@@ -121,15 +121,15 @@ class Job:
                 yield line
 
     def write(self, line: Line, got: Answer | None) -> None:
-        """The output of a line: an answer, or None for a line in error."""
+        """Write the output of a line: an answer, or None for a line in error."""
         self._out.write(_result(line, got))
-        self._out.flush()  # an answer that is not on its way to the disk is lost when the process is killed
+        self._out.flush()  # an answer in Python's buffer is lost when the process is killed
         self.counts.add(got)
 
 
 @contextmanager
 def open_job(source: Path, target: Path) -> Iterator[Job]:
-    """Go on with the rest of ``source``. Raises RequestError for files that cannot be used."""
+    """Open ``source`` at its unfinished lines. Raises RequestError for files that cannot be used."""
     with _claimed(target) as out:
         yield Job(source, out, *_finished(target, out))
 
@@ -164,7 +164,7 @@ async def run(
 
 
 async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Wait until one has ended; return the rest. Raises the errors of the ended tasks."""
+    """Wait until a task has ended; return the running tasks. Raises the errors of ended tasks."""
     ended, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in ended:
         task.result()
@@ -172,14 +172,14 @@ async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
 
 
 def already(source: Path, target: Path) -> tuple[int, Counts]:
-    """The number of lines to answer in all, and the part that earlier runs have done.
+    """The number of all lines, and the part that earlier runs have done.
 
     The output is made if there is none; a torn off last line is cut away. Raises RequestError for a file that
-    is not such an output: it is left as it is, for one that another run writes to, and for an input that
-    cannot be read. Raises OSError for an output that cannot be written.
+    is no such output (it stays unchanged), for an output that another run writes, and for an unreadable
+    input. Raises OSError for an output that cannot be written.
     """
     lines, seen, counts = 0, set[bytes](), Counts()
-    next(_raw_lines(source), None)  # no output is made for an input that cannot be read
+    next(_raw_lines(source), None)  # fails for an unreadable input, before an output is made
     with _claimed(target) as file:
         done, failed = _finished(target, file)
     for line in _lines(source, seen):
@@ -190,7 +190,7 @@ def already(source: Path, target: Path) -> tuple[int, Counts]:
 
 @contextmanager
 def _claimed(target: Path) -> Iterator[BinaryIO]:
-    """The output, which no other run may have at the same time."""
+    """The output, locked against other runs."""
     with target.open("a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -238,7 +238,7 @@ def _lines(source: Path, seen: set[bytes]) -> Iterator[Line]:
 
 
 def _raw_lines(source: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of every line that is not blank; of one that is too long, only its beginning."""
+    """(number, bytes) of every line that is not blank; of a line that is too long, only its beginning."""
     number = 0
     try:
         with source.open("rb") as file:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mtp_jax.bench.report import Report
 
 Arguments = argparse.Namespace
-# The report so far after every level; the last one is complete.
+# A measurement: yields the report so far after every level; the last report is complete.
 Reports = Iterator["Report"]
 
 _DESCRIPTION = """\
@@ -56,7 +56,7 @@ def register(subparsers: Subparsers) -> None:
         )
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="default: the JSON file's name")
-        if name != "serve":  # which measures a server with any model
+        if name != "serve":  # `bench serve` measures a server with any model
             add_model(sub, "directory (default: the demo model)", str, DEMO)
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
@@ -170,7 +170,7 @@ def _add(
     kind: Callable[[str], object],
     metavar: str,
 ) -> None:
-    """An option, with its default in the help as one would write it."""
+    """Declare an option; the help has its default as it is written on the command line."""
     values = default if isinstance(default, list) else [default]
     shown = ",".join(value if isinstance(value, str) else f"{value:g}" for value in values)
     sub.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{help} (default: {shown})")
@@ -194,7 +194,7 @@ def _add_acceptance(sub: Parser) -> "argparse._MutuallyExclusiveGroup":
 
 
 def _add_compile_cache(sub: Parser) -> None:
-    """Where programs are compiled in this process."""
+    """Declare --compile-cache, for measurements that compile in this process."""
     folder = "~/.cache/mtp-jax/xla"
     help = f"folder of compiled programs, or none (default: {folder})"
     sub.add_argument("--compile-cache", default=folder, metavar="DIR", help=help)
@@ -295,7 +295,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _free(path: Path, command: str) -> Path:
-    """``path``, or the same with a number where that holds the figures of another command."""
+    """``path``, or ``path`` with a number if that file has the figures of another command."""
     numbered = (path.with_stem(f"{path.stem}-{n}") for n in itertools.count(2))
     return next(p for p in itertools.chain([path], numbered) if _made_by(p) in (None, command))
 
@@ -338,7 +338,7 @@ def _measure(args: Arguments) -> int:
         check(png)
     elif args.plotted and args.png is not None:
         raise ConfigError("--png needs matplotlib: pip install matplotlib; or leave it out")
-    # Each level of figures names its rate, which may be infinite: JSON has no such number.
+    # A level's rate may be infinite, which is no number of JSON.
     hidden = ("run", "measure", "plotted", "command", "json", "png", "rates")
     options: JsonObject = {k: v for k, v in vars(args).items() if k not in hidden}
     made_by = {"command": command, "options": options, "environment": environment()}

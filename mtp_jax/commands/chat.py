@@ -49,7 +49,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Talk until the end of the input. Returns the exit status."""
+    """Chat until the end of the input. Returns the exit status."""
     params = sampling_params(args)
     directory = model_dir(args)
     tokenizer = Tokenizer.from_dir(directory, getattr(args, "chat_template", None))
@@ -101,7 +101,7 @@ class _Chat:
         try:
             prompt = self.tokenizer.apply_chat_template([*system, *turns])
             ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-            with interruptible() as stopped:  # in the midst of a step, the engine would lose its state
+            with interruptible() as stopped:  # an exception within a step would lose the engine's state
                 output = show.stream(self.llm, ids, self.params, stopped.is_set)
         except RequestError as error:
             show.note(f"error: {error}; /reset starts anew")
@@ -109,7 +109,7 @@ class _Chat:
         if output is None:
             return
         said = output.outputs[0].text
-        if self.tokenizer.opens_thought(prompt):  # of which no later turn is to know, whether it ended or not
+        if self.tokenizer.opens_thought(prompt):  # the conversation leaves thoughts out, finished or not
             said = said.partition(self.tokenizer.CLOSE_THOUGHT)[2]
         self.turns = [*turns, {"role": "assistant", "content": said}]
         if not self.quiet:
@@ -117,7 +117,7 @@ class _Chat:
 
 
 def _ask() -> str | None:
-    """The next line; None at the end of the input. Ctrl-C empties the line."""
+    """Read the next line; None at the end of the input. Ctrl-C empties the line."""
     while True:
         try:
             return input("> " if sys.stdin.isatty() else "")
@@ -129,7 +129,7 @@ def _ask() -> str | None:
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Lines can be edited and come back with the arrow keys, in later conversations, too."""
+    """Set up line editing, and a history of lines that lasts across conversations."""
     try:
         import readline
     except ImportError:  # not on every platform

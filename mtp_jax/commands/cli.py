@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The rest of the buffer must not fail again when Python closes the stream.
+        # The unwritten buffer must not fail again when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (MtpJaxError, OSError) as error:
@@ -73,12 +73,12 @@ def entry() -> NoReturn:
     """The process `mtp-jax`: it ends with the status of ``main``."""
     status = main()
     if status == INTERRUPTED:
-        os._exit(status)  # Python would first wait for threads that compile, which nothing can interrupt
+        os._exit(status)  # Python would first wait for threads that compile, which cannot be interrupted
     sys.exit(status)
 
 
 def _fill_in_streams() -> None:
-    """A stream that was closed before we began is an empty one, and its number is given to no other file."""
+    """Open an empty stream for each standard stream that is closed, so that no other file gets its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for as long as the process lives
@@ -94,7 +94,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def make_parser() -> Parser:
-    """The parser of everything."""
+    """The parser of the whole command line."""
     parser = Parser(
         prog="mtp-jax", description="DeepSeek-V3 models that draft with their own MTP layer, in JAX."
     )

@@ -1,4 +1,4 @@
-"""`generate --compare`: the same completion with and without speculation, measured side by side."""
+"""`generate --compare`: a completion with and without speculation, measured side by side."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ class Measured:
     """Medians over the runs of one side.
 
     Attributes:
-        depth: drafts per step, or the most of them.
+        depth: drafts per step, or most drafts of adaptive depth.
         tokens_per_second: after the first token; 0.0 with fewer than two tokens.
         first_token: seconds from the request to its first token.
         finished: seconds from the request to its end.
@@ -43,19 +43,19 @@ def compare(
 ) -> int:
     """Measure and print, both sides by one engine. Returns 1 if a run failed, or sides differ that may not.
 
-    In float32 they must agree in greedy decoding, and with a seed under the coupled verifier.
+    In float32 both sides must agree in greedy decoding, and with a seed under the coupled verifier.
     """
     sides = (params, replace(params, num_speculative_tokens=0))
     for side in sides:
         llm.warm_up(prompt, side)
     ready(report, llm)
-    # The first run of each is not measured: caches are cold, and the text is printed meanwhile.
+    # The first run of each side is not measured: caches are cold, and its text is printed meanwhile.
     if not args.json:
         show.stream(llm, prompt, params)
     runs: list[list[RequestOutput]] = [[], []]
     for i in range((args.runs or _RUNS) + 1):
         for side, outputs in zip(sides, runs, strict=True):
-            llm.engine.flush_prefix_cache()  # or only the first run would prefill
+            llm.engine.flush_prefix_cache()  # else only the first run would prefill
             output = llm.generate([prompt], side)[0]
             if i > 0:
                 outputs.append(output)

@@ -14,7 +14,7 @@ of $fpath."""
 
 
 def register(subparsers: Subparsers, root: Parser) -> None:
-    """Declare the subcommand; ``root``: the parser of everything."""
+    """Declare the subcommand; ``root``: the parser of the whole command line."""
     parser = subparsers.add_parser("completion", help="complete in a shell", description=_DESCRIPTION)
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
     parser.set_defaults(run=run, root=root)
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _completed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The parser, with files and folders marked where one is asked for."""
+    """The parser, with options marked that take a file or a folder."""
     import shtab
 
     for action in parser._actions:

@@ -1,8 +1,7 @@
-"""Options from a file and from the environment, in the place of their defaults.
+"""Options from a file and from the environment, which replace defaults.
 
-The declared options (``mtp_jax/options.py``) that have no default of the command line's own may stand there,
-and --model and --quiet. A value of the command line goes before the environment's, and that before the
-file's.
+Allowed are the declared options (``mtp_jax/options.py``) without a default of the command line's own, --model
+and --quiet. A value of the command line precedes the environment's, which precedes the file's.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from mtp_jax.json_object import JsonObject
 
 FLAG = "--config"
 _PREFIX = "MTP_JAX_"
-# Variables with a meaning of their own: keys add to the keys of the command line, a secret has no flag.
+# Variables with another meaning: keys add to the keys of the command line, a secret has no flag.
 _OTHERS = ("--api-key", "--admin-key", "--secret")
 _CLOSE = 0.9
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -49,7 +48,7 @@ def configure(
         value = environment.get(variable(flag))
         # Kubernetes sets MTP_JAX_PORT for a service of the name mtp-jax.
         if value is not None and flag not in _OTHERS and not value.startswith("tcp://"):
-            # A value that the file gives by another flag counts no more.
+            # A value that the file gives by another flag of the option is overridden.
             told = {f: v for f, v in told.items() if options[f].dest != action.dest}
             told[flag] = f"{variable(flag)} of the environment", value
     words = {word.partition("=")[0] for word in arguments}
@@ -65,7 +64,7 @@ def _may(action: argparse.Action) -> bool:
 
 
 def _warn(environment: Mapping[str, str], known: Sequence[str]) -> None:
-    """Warn of variables of the environment that are spelt nearly as an option's."""
+    """Warn of environment variables whose names resemble an option's variable."""
     for name in environment:
         if name.startswith(_PREFIX) and name not in known and (close := nearest(name, known, _CLOSE)):
             print(f"warning: {name} is no option's variable; do you mean {close}?", file=sys.stderr)
@@ -82,7 +81,7 @@ def _file(arguments: Sequence[str]) -> str | None:
 
 
 def _read(path: str, command: str, options: Mapping[str, argparse.Action], refuse: Refuse) -> JsonObject:
-    """Values by flag: keys before all tables, and keys in the table of the command."""
+    """Read values by flag: keys before all tables, and keys in the command's table."""
     try:
         whole = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except OSError as error:
@@ -103,7 +102,7 @@ def _read(path: str, command: str, options: Mapping[str, argparse.Action], refus
 
 
 def _value(action: argparse.Action, value: object, where: str, refuse: Refuse) -> object:
-    """The value as the command line would have it; the default for a switch that is off."""
+    """The value in the form of the command line; the default for a switch that is off."""
     if action.nargs == 0:  # a switch
         text = str(value).lower()
         if text not in _YES + _NO:

@@ -1,4 +1,4 @@
-"""Ctrl-C ends the process without a word while modules are being imported, and is never lost.
+"""Ctrl-C ends the process silently while modules are being imported, and is never lost.
 
 Python's own handler would raise an exception within an import, which prints a traceback or aborts the process
 from within C++. It also raises it where the garbage collector calls jax, and where an object is destroyed:
@@ -14,15 +14,15 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-# Seconds until the signal comes again. The hook returns in microseconds, and would drop the exception again
-# before that; a person notices no delay as short as this.
+# Seconds until the signal comes again. Within the hook, which takes microseconds, the exception would be
+# dropped again; this delay is too short to notice.
 _MOMENT = 0.05
 
 
 def end_at_ctrl_c() -> None:
-    """Give Ctrl-C its default action, from now on, while a module with all that it imports is executed.
+    """Give Ctrl-C its default action, from now on, while a module and the modules it imports are executed.
 
-    A program that has a handler of its own, or ignores Ctrl-C, keeps its way.
+    A program that has a handler of its own, or ignores Ctrl-C, is not affected.
     """
     sys.meta_path.insert(0, _Outermost())
 
@@ -37,7 +37,7 @@ def repeat_lost_ctrl_c() -> None:
         main = threading.main_thread().ident
         again = threading.Timer(_MOMENT, signal.pthread_kill, (main, signal.SIGINT))
         again.daemon = True
-        with contextlib.suppress(RuntimeError):  # Python ends already: it starts no thread
+        with contextlib.suppress(RuntimeError):  # Python is ending, and starts no thread
             again.start()
 
     sys.unraisablehook = hook

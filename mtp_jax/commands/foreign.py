@@ -1,9 +1,9 @@
-"""The meaning of an unknown option: an option of ours that is spelt alike, or another engine's."""
+"""The probable meaning of an unknown option: a similar option of ours, or an option of another engine."""
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
-# Ratios of difflib: of a word that may be meant, and of one with a letter or two amiss.
+# Least ratios of difflib: for a word that may be meant, and for a word with a letter or two amiss.
 _CLOSE, _MISSPELT = 0.7, 0.87
 _MODEL = "name the model's folder: MODEL, or --model DIR"
 _NOTHING = "leave it out"
@@ -105,9 +105,9 @@ _INSTEAD: dict[tuple[str, ...], str] = {
 
 
 def advice(unknown: str, flags: Collection[str], elsewhere: Sequence[str] = ()) -> str:
-    """A phrase with the option to write instead, among the flags of a command; "" where nothing is known.
+    """A phrase with the option to write instead, among the flags of a command; "" if there is none.
 
-    elsewhere: commands that have it.
+    elsewhere: other commands that have the option.
     """
     name = unknown.partition("=")[0].lstrip("-").replace("_", "-").lower()
     if f"--{name}" in flags:
@@ -128,5 +128,5 @@ def advice(unknown: str, flags: Collection[str], elsewhere: Sequence[str] = ()) 
 
 
 def nearest(word: str, words: Collection[str], least: float = _CLOSE) -> str | None:
-    """The word that is spelt most alike, if one is: ``least`` is the least ratio of difflib."""
+    """The most similar word, if one reaches ``least``, a ratio of difflib."""
     return next(iter(get_close_matches(word, words, 1, least)), None)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 SECRET = "secret_file"
-"""An option of ``Hosts`` and of ``HandoverOptions``: one flag."""
+"""An option of both ``Hosts`` and ``HandoverOptions``, which share one flag."""
 
 
 def add_hosts(parser: Parser) -> None:
-    """The options of ``Hosts``."""
+    """Declare the options of ``Hosts``."""
     add_options(parser.add_argument_group("hosts"), Hosts)
 
 
@@ -55,7 +55,7 @@ def on_hosts(
             return lead(group)
         _follow(args.model, {**llm_options(args, report, completions), "group": group})
     sys.stderr.flush()
-    os._exit(0)  # programs that still compile in the background will not be needed
+    os._exit(0)  # without waiting for programs that still compile in the background
 
 
 def _follow(model: Path | None, options: JsonObject) -> None:

@@ -94,7 +94,7 @@ def _room(args: argparse.Namespace, s: "Summary") -> Room | None:
 
 
 def _narrowest(s: "Summary") -> str:
-    """The form of the weights that takes least: the checkpoint's own, if it is quantised, else bfloat16."""
+    """The smallest form of the weights: the checkpoint's own, if it is quantised, else bfloat16."""
     return min(s.weight_bytes, key=s.weight_bytes.__getitem__)
 
 

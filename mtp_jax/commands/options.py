@@ -1,7 +1,6 @@
 """The options that commands share: options of ``LLM`` and ``SamplingParams``, as these declare them.
 
-An option that is not given is no attribute of the parsed arguments, so that the Python API alone decides its
-meaning.
+The parsed arguments lack options that are not given, so that the Python API alone sets their defaults.
 """
 
 import argparse
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# How the text of an option is read where its kind does not say it.
+# Parsers of options whose type does not determine the parser.
 _READ = {
     "mesh": mesh_shape,
     "synthetic_acceptance": acceptance,
@@ -41,7 +40,7 @@ _READ = {
     "allowed_token_ids": integers,
     "peers": words,
 }
-# How much of a GPU's memory JAX takes; it reads this when it first uses one.
+# The share of a GPU's memory that JAX takes; JAX reads it when it first uses a GPU.
 _JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _OF_MANY = ("n", "logprobs", "prompt_logprobs")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
@@ -77,7 +76,7 @@ _SUBJECTS = {
 
 
 class _Adds(Protocol):
-    """A parser, or a group of one."""
+    """A parser, or an argument group of a parser."""
 
     def add_argument(self, *flags: str, **options: Any) -> argparse.Action:
         """Declare an argument."""
@@ -93,7 +92,7 @@ def add_options(
 ) -> None:
     """Declare the flags of the options of a dataclass.
 
-    names: the options to add; None: all. defaults: shown for options whose default is the command's own.
+    names: the options to add; None: all. defaults: the command's own defaults, for the help.
     """
     for name, about in declared(cls).items():
         if about.flag is not None and (names is None or name in names):
@@ -109,7 +108,7 @@ def add_groups(
     rest: str,
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """The options of a dataclass in groups of the help, by subject; options of no subject are in ``rest``."""
+    """Declare the options of a dataclass in groups by subject; options without a subject go into ``rest``."""
     others = [name for name in declared(cls) if not any(name in names for names in subjects.values())]
     for title, names in {**subjects, rest: others}.items():
         add_options(parser.add_argument_group(title), cls, names, defaults)
@@ -135,7 +134,7 @@ def _add(to: _Adds, name: str, about: Option, default: str) -> None:
     if about.repeated:
         more["action"] = "append"
     again = "; may be repeated" if about.repeated else ""
-    # argparse takes % for a format.
+    # argparse treats % as a format.
     more["help"] = f"{about.help}{again} (default: {default})".replace("%", "%%")
     to.add_argument(flag, *(["-n"] if name == "n" else []), **more)
 
@@ -148,7 +147,7 @@ def flag_of(name: str, about: Option) -> str:
 
 
 def with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """A message as the command line would say it: ``num_nextn_layers=0`` and ``page_size = 0`` with flags.
+    """A message in the words of the command line: ``num_nextn_layers=0`` and ``page_size = 0`` with flags.
 
     flags: flags of the options that have values, by name.
     """
@@ -170,7 +169,7 @@ def given(args: argparse.Namespace, cls: type) -> JsonObject:
 
 
 def chosen(args: argparse.Namespace, cls: type[_T], without: Collection[str] = (), **own: Any) -> _T:
-    """Options of a dataclass, from the command line but for ``without``, else ``own``, else defaults."""
+    """Options of a dataclass: from the command line (except ``without``), else ``own``, else defaults."""
     return cls(**own | {name: value for name, value in given(args, cls).items() if name not in without})
 
 
@@ -185,7 +184,7 @@ def captures(args: argparse.Namespace) -> Captures | None:
 
 
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
-    """Options of SamplingParams; ``several``: options for many completions and for scores, too."""
+    """Declare options of SamplingParams; ``several``: also options for many completions and scores."""
     parser.set_defaults(default_max_tokens=max_tokens)
     names = [name for name in declared(SamplingParams) if several or name not in _OF_MANY]
     own = {"max_tokens": f"{max_tokens}", "temperature": "0"}
@@ -199,7 +198,7 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
 
 
 def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> None:
-    """The model and the options of LLM; ``quiet``: the help of --quiet."""
+    """Declare the model and the options of LLM; ``quiet``: the help of --quiet."""
     add_model(parser, "directory with config.json and weights (default: the demo model)")
     parser.add_config()
     own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
@@ -221,14 +220,14 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def reporter(args: argparse.Namespace) -> Reporter:
-    """Where start-up is shown."""
+    """The reporter that shows start-up."""
     return Silent() if args.quiet else Terminal()
 
 
 def open_llm(
     args: argparse.Namespace, report: Reporter, completions: int, group: "Group | None" = None
 ) -> "LLM":
-    """Load the model with slots for this many completions. Raises ConfigError or CheckpointError.
+    """Load the model with slots for ``completions`` completions. Raises ConfigError or CheckpointError.
 
     group: the processes that run it together.
     """
@@ -239,7 +238,7 @@ def open_llm(
 
 
 def llm_options(args: argparse.Namespace, report: Reporter, completions: int) -> JsonObject:
-    """The options of ``LLM`` but for the model. Imports jax; raises ConfigError."""
+    """The options of ``LLM`` without the model. Imports jax. Raises ConfigError."""
     found = engine_options(args, completions)
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
@@ -255,7 +254,7 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
 
 
 def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
-    """The same without jax: of the mesh there is the shape, and nothing is reported. Raises ConfigError.
+    """The options of ``LLM`` without jax: the mesh is given by its shape. Raises ConfigError.
 
     The depth is adaptive unless it is fixed: without options no command is slower for its drafts. A forced
     acceptance length is that of one depth.
@@ -275,12 +274,12 @@ def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
 
 
 def forget_compile_cache() -> None:
-    """Before JAX is imported, which would use the folder that the environment names."""
+    """Hide the environment's compile cache from JAX; call it before JAX is imported."""
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
 def ready(report: Reporter, llm: "LLM") -> None:
-    """Say that start-up is over, with its figures."""
+    """Report that start-up is over, with its figures."""
     if not isinstance(report, Terminal):
         return
     engine, c = llm.engine.config, llm.config

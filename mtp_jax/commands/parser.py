@@ -18,11 +18,11 @@ _CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are written out in full, and an error is one line that names the likely meaning.
+    """A parser that takes unabbreviated options only, and whose error is one line with the likely meaning.
 
     Attributes:
         configurable: whether options may come from a file and from the environment, too.
-        model_first: whether --model DIR stands for the first argument.
+        model_first: whether --model DIR may replace the first argument.
         siblings: the parsers of all commands by name, which may have options that this command has not.
     """
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """A subcommand refuses an option unknown to it: its own help lists its options."""
+        """A subcommand itself refuses unknown options, as its own help lists its options."""
         arguments = list(sys.argv[1:] if args is None else args)
         if self.configurable:
             configure(self.prog.split()[-1], self._actions, arguments, os.environ, self.error)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         return advice(flag, self._option_string_actions, has) if flag else ""
 
     def add_config(self) -> None:
-        """Declare --config, and let the options stand in the environment."""
+        """Declare --config, and read options from the environment, too."""
         self.configurable = True
         self.add_argument(
             FLAG,
@@ -81,7 +81,7 @@ def _with_model_first(arguments: list[str]) -> list[str]:
 
 
 def folder(text: str) -> Path:
-    """The folder of a model; "demo", where nothing else is called so, is the demo model."""
+    """The folder of a model; "demo" is the demo model, unless there is a folder of that name."""
     return demo_model() if text == DEMO and not Path(text).exists() else Path(text)
 
 
@@ -103,7 +103,7 @@ def add_model(
 ) -> None:
     """The model of a command: MODEL, or --model DIR."""
     either = parser.add_mutually_exclusive_group()
-    # A default of the first would overwrite a value given to the second. Defaults that are text are
+    # The first argument has no default, which would overwrite a value of --model. Textual defaults are
     # converted.
     left_out = argparse.SUPPRESS
     either.add_argument(

@@ -1,4 +1,4 @@
-"""`mtp-jax profile`: where the time of a step goes."""
+"""`mtp-jax profile`: the time of a step, by part."""
 
 import argparse
 from pathlib import Path
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _given(args: argparse.Namespace, name: str, phase: str, among_others: int, there: int) -> int:
-    """An option that one phase has no use for. Raises ConfigError if it is given there."""
+    """Raises ConfigError for an option that the chosen phase does not use."""
     value: int | None = getattr(args, name)
     if args.phase != phase:
         return among_others if value is None else value

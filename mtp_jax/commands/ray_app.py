@@ -13,8 +13,8 @@ from serve.cluster.start import reservation
 def application(arguments: Mapping[str, str]) -> object:
     """The object that Ray Serve deploys by its import path, mtp_jax.commands.ray_app:application.
 
-    arguments: ``command``, a command line from `serve` on, with --ray. Address and port are in Serve's
-    `http_options`; --host must repeat the address, as it decides whether clients need a key.
+    arguments: ``command``, a command line that begins with `serve` and has --ray. Address and port are in
+    Serve's `http_options`; --host must repeat the address, as it decides whether clients need a key.
 
     Raises ConfigError.
     """

@@ -1,8 +1,7 @@
 """`mtp-jax batch --ray`: the lines of a batch over several engines, by Ray Data.
 
-The lines travel to the engines through the cluster's object store, and their answers back: no folder is
-shared but the model's. This process writes, each line once. Another engine computes the lines of a lost
-engine again.
+Lines travel to the engines, and answers back, through the cluster's object store: only the model's folder is
+shared. This process writes each line once. Another engine recomputes the lines of a lost engine.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from serve.cluster.batches import BatchEngine
 from serve.cluster.options import RayOptions
 from serve.cluster.start import cluster, reservation
 
-_ROWS_PER_SLOT = 8  # rows of a batch: work that is lost with an engine, against slots idle at a batch's end
+_ROWS_PER_SLOT = 8  # rows of a batch: fewer lose less work with an engine, more leave fewer slots idle
 
 
 def answer_on_ray(
@@ -34,7 +33,7 @@ def answer_on_ray(
     report: Reporter,
     slots: int,
 ) -> tuple[Counts, float]:
-    """Returns (counts, seconds). Raises ConfigError, RequestError, EngineStopped.
+    """Answer the lines. Returns (counts, seconds). Raises ConfigError, RequestError, EngineStopped.
 
     lines: lines of the input. slots: slots of an engine, unless the command line says otherwise.
     """
@@ -93,7 +92,7 @@ def _answer(
 
 
 def _blocks(job: Job, size: int) -> list[object]:
-    """Blocks of the requests that are left, in the object store; lines in error are written."""
+    """Put the unanswered requests into the object store, in blocks; lines in error are written at once."""
     import pyarrow  # pyright: ignore[reportMissingImports]
     import ray  # pyright: ignore[reportMissingImports]
 
@@ -108,7 +107,7 @@ def _blocks(job: Job, size: int) -> list[object]:
         if line.error is not None:
             job.write(line, None)
             continue
-        # A name may be no valid text, which JSON escapes.
+        # A name may be invalid as text; JSON escapes it.
         name = json.dumps(line.custom_id)
         rows.append({"number": line.number, "custom_id": name, "url": line.url, "body": line.body.decode()})
         if len(rows) == size:

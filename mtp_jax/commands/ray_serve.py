@@ -1,4 +1,4 @@
-"""`mtp-jax serve --ray`: the same server in several replicas, behind a router, by Ray Serve."""
+"""`mtp-jax serve --ray`: several replicas of the server, behind a router, by Ray Serve."""
 
 import argparse
 import logging
@@ -27,7 +27,7 @@ _LOGS = "Ray's logs say more, as a rule in /tmp/ray/session_latest/logs/serve"
 def serve_on_ray(args: argparse.Namespace, report: Reporter, options: RayOptions) -> int:
     """Serve until a signal. Returns the exit status."""
     spec = engine_spec(args)
-    with listen(spec.settings) as free:  # Serve's proxy takes the port; whether it can be had is said before
+    with listen(spec.settings) as free:  # Serve's proxy takes the port; an error for a taken port comes first
         port = free.getsockname()[1]
     with ExitStack() as stack:
         with report.phase("join Ray"):
@@ -49,7 +49,7 @@ def serve_on_ray(args: argparse.Namespace, report: Reporter, options: RayOptions
         if isinstance(report, Terminal):
             report.ready(f"{address_of(spec.settings, port)}/v1")
         _wait_for_signal()
-        ray_serve.delete(_NAME)  # lets running requests come to their end
+        ray_serve.delete(_NAME)  # lets running requests finish
     return 0
 
 

@@ -161,7 +161,7 @@ def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Hando
         "address": f"{address} once it is ready; {who}{only}",
     }
     if about.simulated:
-        del rows["programs"]  # there are none
+        del rows["programs"]  # there are no programs
     if handover:
         rows["role"] = handover.describe()
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())

@@ -1,6 +1,6 @@
-"""The commands that need the package ``serve``. Where another module hides it, they refuse to run.
+"""The commands that need the package ``serve``. They refuse to run if another module hides it.
 
-Python looks for modules in the working folder first with `python -m mtp_jax`, or where PYTHONPATH says so.
+With `python -m mtp_jax` Python looks for modules in the working folder first, else in PYTHONPATH first.
 """
 
 import argparse
@@ -19,12 +19,12 @@ class Command(Protocol):
     """A subcommand."""
 
     def register(self, subparsers: Subparsers) -> None:
-        """Declare it."""
+        """Declare the subcommand."""
         ...
 
 
 def commands() -> tuple[Command, Command]:
-    """`batch` and `serve`. Another module of the name ``serve`` is not executed."""
+    """`batch` and `serve`. Does not execute another module of the name ``serve``."""
     other = _other()
     if other is not None:
         return _Refused("batch", other), _Refused("serve", other)
@@ -34,7 +34,7 @@ def commands() -> tuple[Command, Command]:
 
 
 def _other() -> str | None:
-    """The file that `import serve` would execute instead of ours; None: it is ours, or there is none."""
+    """The file that `import serve` would execute instead of ours; None: the file is ours, or absent."""
     spec = find_spec("serve")
     if spec is None or spec.origin is None or Path(spec.origin).resolve() == _OWN.resolve():
         return None

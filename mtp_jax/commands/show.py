@@ -1,4 +1,4 @@
-"""Output on the terminal: text, log-probabilities, JSON, and the line of numbers after it."""
+"""Output on the terminal: text, log-probabilities, JSON, and the line of figures after it."""
 
 import os
 import statistics
@@ -43,8 +43,8 @@ def stream(
 ) -> "RequestOutput | None":
     """Print a completion as it grows, its token ids if there is no tokenizer, until it ends or ``stopped``.
 
-    Drafted tokens are green on a terminal that shows colours. Returns the output as last seen; None if
-    stopped before there was any.
+    Drafted tokens are green on a terminal that shows colours. Returns the last output; None if stopped before
+    the first.
     """
     output, tokens, shown = None, 0, ""
     updates = llm.stream(prompt, params)
@@ -58,7 +58,7 @@ def stream(
         if stopped():
             break
     updates.close()
-    if output is not None:  # text held back until the end belongs to no token
+    if output is not None:  # text held back until the end has no token
         rest = visible(llm, output.outputs[0])[len(shown) :]
         write(rest)
         shown += rest
@@ -80,7 +80,7 @@ def logprob_table(llm: "LLM", rows: "list[TokenLogprobs | None]") -> str:
 
     lines = []
     for row in rows:
-        if row is None:  # nothing comes before the first token of a prompt
+        if row is None:  # the first token of a prompt has no score
             continue
         (token, chosen), *others = row.items()
         rest = "".join(f"  {name(t)} {p.logprob:.4f}" for t, p in others)
@@ -91,7 +91,7 @@ def logprob_table(llm: "LLM", rows: "list[TokenLogprobs | None]") -> str:
 
 
 def stats(output: "RequestOutput") -> str:
-    """Tokens, time to the first one, tokens per second after it, and the effect of speculation."""
+    """A line of tokens, time to first token, tokens per second after it, and the effect of speculation."""
     (completion,) = output.outputs
     count, first = len(completion.token_ids), output.timing.first_token
     parts = [f"{count} tokens ({completion.finish_reason or 'stopped'})"]
@@ -103,7 +103,7 @@ def stats(output: "RequestOutput") -> str:
 
 
 def totals(outputs: "list[RequestOutput]", seconds: float) -> str:
-    """The same for many completions that shared the engine for ``seconds``."""
+    """A line of figures for many completions that shared the engine for ``seconds``."""
     completions = [c for output in outputs for c in output.outputs]
     count = sum(len(c.token_ids) for c in completions)
     parts = [
@@ -116,7 +116,7 @@ def totals(outputs: "list[RequestOutput]", seconds: float) -> str:
 
 
 def failed(outputs: "list[RequestOutput]") -> int:
-    """Say how many completions ended with an error. Returns the exit status: 1 if any did."""
+    """Report the number of completions that ended with an error. Returns the exit status, 1 if any did."""
     errors = sum(c.finish_reason == "error" for output in outputs for c in output.outputs)
     if errors:
         note(
@@ -134,7 +134,7 @@ def decode_rate(output: "RequestOutput") -> float:
 
 
 def speculation(s: Speculation) -> list[str]:
-    """Acceptance length and how often the draft at each position was accepted; nothing without drafts."""
+    """Acceptance length and acceptance at each position, as text; empty without drafts."""
     if not s.drafted:
         return []
     verified = [sum(d > i for d in s.drafted_per_step) for i in range(len(s.accepted_per_position))]
@@ -146,7 +146,7 @@ def speculation(s: Speculation) -> list[str]:
 
 
 def as_json(output: "RequestOutput") -> JsonObject:
-    """One object per prompt."""
+    """The outputs as JSON objects, one per prompt."""
 
     def entries(row: "TokenLogprobs | None") -> list[JsonObject] | None:
         if row is None:

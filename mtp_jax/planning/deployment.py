@@ -37,7 +37,7 @@ class Deployment:
         imbalance: rows of experts of the busiest GPU over the mean.
         exchange: the way of rows to their experts.
         memory_fraction: the share of a GPU's memory that is used.
-        micro_batches: with 2, one half is computed while the other is exchanged.
+        micro_batches: 1, or 2: one half is computed while the other is exchanged.
     """
 
     cfg: ModelConfig

@@ -15,17 +15,17 @@ USER = "<\uff5cUser\uff5c>"
 ASSISTANT = "<\uff5cAssistant\uff5c>"
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT)  # in the order of their ids
 
-MAX_TOKEN_CHARS = 32  # longer merges are rulers of dashes, which a small vocabulary has no room for
+MAX_TOKEN_CHARS = 32  # longer tokens would be rulers of dashes, a waste of a small vocabulary
 
-# Boundaries that BPE may never merge across. The order matters: the first alternative that matches wins.
+# Patterns of pieces that BPE never merges across; the first alternative that matches applies.
 PRE_TOKENS = "|".join(
     (
         r"\s*\n\s*",  # line ends with the indentation that follows: "\n        " can be one token
-        r"\p{N}",  # every digit by itself
+        r"\p{N}",  # every digit is a piece of its own
         r"[^\s\p{L}\p{M}\p{N}]?[\p{L}\p{M}]+",  # a word with the sign before it: ".append", "(self", "_name"
         r" [\p{L}\p{M}]+",  # ... or the space before it
         r" ?[^\s\p{L}\p{M}\p{N}]+",  # operators: " ==", "):"
-        r"\s+(?!\S)",  # blanks, without the last one: that belongs to the word after it
+        r"\s+(?!\S)",  # blanks without the last, which belongs to the word after it
         r"\s+",
     )
 )

@@ -13,7 +13,7 @@ def written(content: bytes) -> str:
 
 
 def read(text: str) -> bytes | None:
-    """The bytes that ``written`` made a text of; None for any other text."""
+    """The bytes that ``written`` turns into this text; None if there are none."""
     try:
         return text.translate(_TO_LATIN).encode("latin-1")
     except UnicodeEncodeError:

@@ -45,7 +45,7 @@ class ChatTemplate:
         """Render with `variables`, values as JSON has them; "tool_use" serves `tools`, "default" the rest.
 
         Raises:
-            RequestError: no template, a broken one, one above the limits, or one that refuses the messages.
+            RequestError: the template is missing, broken, above the limits, or refuses the messages.
             Overloaded: the machine is too busy, or has ended the process that renders.
         """
         name, source = self._chosen(with_tools=variables.get("tools") is not None)
@@ -59,7 +59,7 @@ class ChatTemplate:
         return answer["text"]
 
     def source(self, with_tools: bool) -> str:
-        """The template's text. Raises RequestError: none, or one above the limits."""
+        """The template's text. Raises RequestError if there is none, or it is above the limits."""
         return self._chosen(with_tools)[1]
 
     def _chosen(self, with_tools: bool) -> tuple[str, str]:
@@ -86,7 +86,7 @@ def first_line(error: Exception) -> str:
 
 def _rendered(job: JsonObject) -> dict[str, str]:
     """The process's answer to a job."""
-    for _ in range(2):  # the system may have ended an idle process; then a new one is asked
+    for _ in range(2):  # the system may have ended an idle process; then try a new one
         try:
             process, control = _idle.pop()
         except IndexError:
@@ -106,7 +106,7 @@ def _rendered(job: JsonObject) -> dict[str, str]:
             raise RequestError(
                 f"the messages are not JSON: {first_line(error)}; give strings, numbers, lists and dicts"
             ) from error
-        except BaseException:  # it would give its answer to the next job
+        except BaseException:  # the process would give this job's answer to the next job
             child.end(process, control)
             raise
         else:

@@ -1,7 +1,7 @@
-"""Processes of our own, for work that cannot be held to limits of time and memory in this one.
+"""Child processes, for work whose time and memory cannot be limited within this process.
 
 A child is a module of this package that runs as a program, with one end of a socket as its standard input. It
-ends when the other end is closed, however the process that started it ends.
+ends when the other end is closed, which every end of its parent causes.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mtp_jax.json_object import JsonObject
 
-_LENGTH = 8  # bytes in which a message says how long it is
+_LENGTH = 8  # bytes of a message's length
 
 
 def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -24,7 +24,7 @@ def start(module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     found = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],  # nothing from the working folder
+            [sys.executable, "-P", "-m", module],  # no module from the working folder
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(found)},
@@ -46,7 +46,7 @@ def send(to: socket.socket, message: JsonObject) -> None:
 
 
 def receive(source: socket.socket) -> JsonObject:
-    """Raises EOFError or ConnectionError if the other side has ended."""
+    """Receive a message. Raises EOFError or ConnectionError if the other side has ended."""
     return json.loads(_bytes(source, int.from_bytes(_bytes(source, _LENGTH), "big")))
 
 
@@ -65,7 +65,7 @@ def _bytes(source: socket.socket, count: int) -> bytes:
 
 def parent() -> socket.socket:
     """The other end of the socket, in a child that begins."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: who started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of a terminal: the parent ends this process
     return socket.socket(fileno=os.dup(0))
 
 
@@ -78,7 +78,7 @@ def limit_memory(more: int) -> None:
 
 
 def held() -> int:
-    """Bytes that this process may write to; 0 where the system does not say."""
+    """Bytes of writable memory of this process; 0 where the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     except OSError:

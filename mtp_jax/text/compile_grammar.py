@@ -1,4 +1,4 @@
-"""One grammar, compiled by llguidance for a vocabulary: the common part of a trial and the engine."""
+"""Compilation of a grammar for a vocabulary by llguidance, as a trial and the engine both do it."""
 
 import functools
 import json
@@ -11,13 +11,13 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # Expressions that llguidance may derive, at first and for a token: a fifth and a tenth of its defaults.
-# Repeats of tens of thousands need more, and the same again for each mask.
+# Repeats of tens of thousands need more, at first and for each mask.
 _FUEL = 200_000
 _STEP_FUEL = 20_000
 
 
 def without_tags(tokenizer: str) -> str:
-    """A tokenizer's text, changed so that it finds no special token in any text.
+    """A tokenizer's JSON, changed so that it finds no special token in any text.
 
     llguidance has the tokenizer encode text that a grammar leaves no choice about. Where that spells a
     special token, or an added one in angle brackets, which llguidance takes for special, it would allow this
@@ -52,12 +52,12 @@ class Vocabulary:
         return LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.eos))
 
     def build(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of a grammar in llguidance's form, or one with an error."""
+        """A matcher at the beginning of a grammar in llguidance's form; it may hold an error."""
         limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=_FUEL, step_lexer_fuel=_STEP_FUEL)
         matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             return matcher
-        # Some grammars only turn out to be empty, or too large, with the first mask, some with the second.
+        # Some grammars prove empty, or too large, only at the first or second mask.
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         ahead = matcher.deep_copy()
         if allowed.any():
@@ -73,7 +73,7 @@ class Compiled:
 
     Attributes:
         seconds: processor time of the compilation.
-        held: bytes that it holds, about.
+        held: approximate bytes of its memory.
     """
 
     grammar: str
@@ -83,7 +83,7 @@ class Compiled:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary, grammar: str, held: int) -> "Compiled":
-        """Compile it, in the caller's thread."""
+        """Compile a grammar in the caller's thread."""
         began = time.thread_time()
         matcher = vocabulary.build(grammar)
         return cls(grammar, matcher, time.thread_time() - began, held)

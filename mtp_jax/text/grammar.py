@@ -1,9 +1,9 @@
-"""Structured output: tokens that may come next under a JSON schema, an expression or a choice, as masks.
+"""Structured output: masks of the tokens that may follow under a JSON schema, an expression or a choice.
 
-llguidance parses the output so far on the host and says which tokens can go on. It bounds the work of most
-grammars and of every mask, more tightly here than by default; a grammar that exceeds the bounds is refused,
-or ends its own request. Further bounds are checked before: multiples (``text/json_schema.py``), and the time
-and memory that a grammar takes to compile (``text/trial.py``).
+llguidance parses the output so far on the host and computes the tokens that may follow. It bounds the work of
+most grammars and of every mask, more tightly here than by default; a grammar that exceeds the bounds is
+refused, or ends its own request. Further bounds are checked before: multiples (``text/json_schema.py``), and
+the time and memory that a grammar takes to compile (``text/trial.py``).
 
 After a prompt that ends inside a think block the output begins with a thought, of any text: the grammar
 begins behind it.
@@ -41,8 +41,8 @@ WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
 _CACHED_GRAMMARS = 64
-_CACHED_BYTES = 2 * MEMORY  # so that the largest grammar a trial allows does not empty the cache
-_TAIL = 16  # tokens that hold the end of a prompt: a tag and white space
+_CACHED_BYTES = 2 * MEMORY  # so that the largest allowed grammar does not empty the cache
+_TAIL = 16  # tokens that suffice for the end of a prompt: a tag and white space
 _NO_GRAMMAR = (TypeError, ValueError, OverflowError, RecursionError)  # errors that odd schemas raise
 _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
@@ -147,7 +147,7 @@ def _schema(schema: object) -> str:
     if not isinstance(value, Mapping):
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
     text = json.dumps(value, allow_nan=False)
-    _check_length("json_schema", len(text))  # before its numbers are worked with
+    _check_length("json_schema", len(text))  # before its numbers are used
     check_schema(value)
     return json.dumps(in_full(value))
 
@@ -186,14 +186,14 @@ def _literal(character: str) -> str:
 
 
 class Matcher:
-    """Where one output stands in its grammar.
+    """The position of one output in its grammar.
 
     Attributes:
-        inner: llguidance's.
-        stops: packed mask of the tokens that may end the output once it is complete.
+        inner: llguidance's matcher. stops: packed mask of the tokens that may end the output once it is
+        complete.
         compiled: the grammar that it began with.
         taken: tokens of the output so far.
-        alone: whether nothing of it is shared with other outputs any more (see ``Grammars.masks``).
+        alone: whether it has a lexer of its own, not shared with other outputs (see ``Grammars.masks``).
     """
 
     def __init__(self, compiled: Compiled, stops: np.ndarray) -> None:
@@ -202,7 +202,7 @@ class Matcher:
         self.alone = False
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take emitted tokens, up to but not including one that ended the output."""
+        """Take emitted tokens, without a token that ended the output."""
         self.taken += tokens
         self.inner.consume_tokens(list(tokens))
 
@@ -212,12 +212,12 @@ class Matcher:
 
     @property
     def failed(self) -> bool:
-        """Whether the grammar exceeded llguidance's bounds on the way: nothing can follow."""
+        """Whether the grammar exceeded llguidance's bounds, so that no token can follow."""
         return self.inner.is_error()
 
 
 class Window(NamedTuple):
-    """Where the masks of one output go, and the drafts they are to follow."""
+    """The row for the masks of an output, and the drafts that the masks follow."""
 
     row: int
     matcher: Matcher
@@ -232,7 +232,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """vocab_size: of the model; its ids without a token are never allowed. eos_ids: at least one."""
+        """vocab_size: the model's; ids without a token are never allowed. eos_ids: one id or more."""
         self.words = -(-vocab_size // WORD)
         self._eos, self.backend = eos_ids[0], tokenizer
         self._vocabulary = Vocabulary(without_tags(tokenizer.to_str()), vocab_size, list(eos_ids))
@@ -243,7 +243,7 @@ class Grammars:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> "Grammars | None":
-        """None where the tokenizer does not fit: it has more tokens than the model, or no eos_ids."""
+        """The grammars of a tokenizer; None if it has more tokens than the model, or no eos_ids."""
         eos = [t for t in eos_ids if t < tokenizer.vocab_size]
         fits = eos and tokenizer.vocab_size <= vocab_size
         return cls(tokenizer.backend, vocab_size, eos) if fits else None
@@ -251,7 +251,7 @@ class Grammars:
     def matcher(
         self, wanted: StructuredOutput, stop_ids: Iterable[int], prompt: Sequence[int] = ()
     ) -> Matcher:
-        """The beginning of an output that follows ``prompt``. stop_ids: tokens that may end it.
+        """A matcher for the output that follows ``prompt``. stop_ids: tokens that may end it.
 
         Raises RequestError, and Overloaded while too many other grammars are being compiled.
         """

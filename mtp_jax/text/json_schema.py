@@ -1,7 +1,7 @@
-"""Keywords of a JSON Schema that llguidance would not honour, or not in bounded time, found beforehand.
+"""Checks for keywords of a JSON Schema that llguidance would not honour, or not in bounded time.
 
 Schemas that describe the same value can be combined, by ``allOf``, a reference or keywords side by side;
-llguidance compiles the combination. A fault of one is therefore looked for in all that may meet.
+llguidance compiles the combination. So a fault is looked for in every combination of schemas that may occur.
 """
 
 import math
@@ -16,12 +16,12 @@ from mtp_jax.text.string_formats import EXPRESSIONS
 
 # The lexer has a state for every remainder.
 _LARGEST_MULTIPLE = 50_000
-_SMALLEST_UNIT = 10**18  # parts of one: doubles near 1 have no finer parts
+_SMALLEST_UNIT = 10**18  # the inverse of the finest step of doubles near 1
 _BRANCHES = ("allOf", "anyOf", "oneOf")
 _NO_STRINGS = ["null", "boolean", "number", "array", "object"]
 
 
-# Where a schema holds further schemas: one, a list of them, or some by name.
+# Keywords that hold further schemas: one schema, a list, or schemas by name.
 _ONE = (
     "items",
     "additionalProperties",
@@ -35,13 +35,13 @@ _ONE = (
 )
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# Dates as llguidance has them may be the 30th of February.
+# llguidance's dates include the 30th of February.
 _EXACT = frozenset(("date", "date-time"))
 _OURS = "#/$defs/mtp-jax.exact."
 
 
 def in_full(schema: JsonMapping) -> JsonObject:
-    """A schema in other words where llguidance would not honour it: ``nullable``, the days of a month."""
+    """A schema rewritten where llguidance would not honour it: ``nullable``, the days of a month."""
     found, used = _in_full(schema), set[str]()
     for part in _objects(found):
         if isinstance(part.get("$ref"), str) and part["$ref"].startswith(_OURS):
@@ -82,7 +82,7 @@ def _in_full(schema: JsonMapping) -> JsonObject:
 
 
 def check_schema(schema: JsonMapping) -> None:
-    """Raises RequestError for numbers that it cannot keep to."""
+    """Raises RequestError for numbers that llguidance cannot honour."""
     _check_multiples(schema)
     _check_bounds(schema)
 
@@ -100,7 +100,7 @@ def _check_multiples(schema: object) -> None:
 
 
 def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
-    """The least; None if it is above ``most``, found out without computing with large numbers."""
+    """The least common multiple; None if it is above ``most``. Avoids large numbers."""
     common = 1
     for number in numbers:
         common = math.lcm(common, number) if number <= most else most + 1
@@ -110,7 +110,7 @@ def _common_multiple(numbers: Iterable[int], most: int) -> int | None:
 
 
 def _check_bounds(schema: JsonMapping) -> None:
-    """A whole number as an exclusive bound is let through if the other bound is less than one away."""
+    """Refuse a whole number as an exclusive bound if the other bound is less than 1 away."""
     for group in _of_one_value(schema):
         for key, others, whole in (
             ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), math.floor),
@@ -130,7 +130,7 @@ def _numbers(objects: Iterable[JsonMapping], key: str) -> list[int | float]:
 
 
 def _of_one_value(schema: JsonMapping) -> Iterable[list[JsonMapping]]:
-    """The objects of a schema, objects that may describe the same value together, and perhaps some more."""
+    """The objects of a schema, in groups that may describe one value together; groups may be too large."""
     above: dict[int, int] = {}
 
     def top(of: object) -> int:
@@ -158,7 +158,7 @@ def _of_one_value(schema: JsonMapping) -> Iterable[list[JsonMapping]]:
 
 
 def _referred(schema: object, reference: str) -> object:
-    """The part that a JSON pointer names; None if it names nothing here."""
+    """The part that a JSON pointer names; None if there is none."""
     path, found = unquote(reference).split("/"), schema
     if path[0] != "#":
         return None

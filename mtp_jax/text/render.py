@@ -22,10 +22,10 @@ from mtp_jax.text.chat_template import MEMORY, first_line
 from mtp_jax.text.tools.conversation import with_objects
 
 MAX_PROMPT_CHARS = 16_000_000
-"""Beyond any context window: a rendering above this is a template that runs away."""
+"""Most characters of a rendering, beyond any context window: a longer one is a runaway template."""
 
 MAX_TEMPLATES = 4
-"""Compiled templates that are kept."""
+"""Most compiled templates that are kept."""
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _answer(compiled: Callable[[str], Template], source: str, variables: JsonObject) -> dict[str, str]:
-    """``text``, ``refused`` by a limit, or the ``error`` of the template."""
+    """The answer to a job: ``text``, ``refused`` by a limit, or the template's ``error``."""
     try:
         if "tool_calls" in source:
             variables["messages"] = [with_objects(message) for message in variables.get("messages", ())]
@@ -109,7 +109,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which no model was trained on."""
+    """The filter tojson. Jinja's own escapes for HTML, on which no model was trained."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

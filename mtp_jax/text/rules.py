@@ -1,7 +1,7 @@
 """Rules beside a grammar for the next token: words that must not appear, and thoughts that must end.
 
-A rule makes masks, as a grammar does, so that it holds at every position of a draft window: the verified
-tokens are the same as one token at a time, under any drafts.
+A rule makes masks, as a grammar does, so it holds at every position of a draft window: any drafts give the
+tokens that decoding one token at a time gives.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +18,7 @@ class TokenRule(Protocol):
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Take tokens out of the allowed ones, uint32 [width, ceil(V / 32)], in place.
 
-        Position i is behind i drafts. Behind more tokens than ``drafts`` has, the masks are only hints for
-        drafting.
+        Position i is behind i drafts. Masks past the end of ``drafts`` are only hints for drafting.
         """
         ...
 
@@ -37,9 +36,9 @@ class BadWords:
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        """sequences: none is empty."""
-        self._next: dict[tuple[int, int], int] = {}  # of a state and a token
-        self._last: dict[int, set[int]] = {}  # tokens that would complete a sequence
+        """sequences: the forbidden sequences, none of them empty."""
+        self._next: dict[tuple[int, int], int] = {}  # next state, by state and token
+        self._last: dict[int, set[int]] = {}  # by state, tokens that would complete a sequence
         depths = [0]
         for *start, last in sequences:
             state = 0
@@ -48,7 +47,7 @@ class BadWords:
                 if state == len(depths):
                     depths.append(depth)
             self._last.setdefault(state, set()).add(last)
-        self._else = [0] * len(depths)  # of each state the longest other one that it ends in
+        self._else = [0] * len(depths)  # for each state the longest other state that is its suffix
         for (state, token), after in sorted(self._next.items(), key=lambda item: depths[item[1]]):
             shorter = self._after(self._else[state], token) if state else 0
             self._else[after] = shorter
@@ -62,7 +61,7 @@ class BadWords:
         return after or 0
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """See ``TokenRule``. Nothing is left out behind the known tokens."""
+        """See ``TokenRule``. Masks past the known tokens stay unchanged."""
         state = self._state
         for i in range(min(len(drafts) + 1, len(masks))):
             for last in {*self._last.get(0, ()), *self._last.get(state, ())}:
@@ -77,7 +76,7 @@ class BadWords:
 
 
 class ThinkingBudget:
-    """A thought has ``most`` tokens at most: the next one is then its end, as soon as a grammar allows that.
+    """A thought has at most ``most`` tokens: then its end is forced, as soon as a grammar allows it.
 
     The tokens of the two tags do not count. A grammar does not allow it within a call of a tool, which some
     models write inside a thought.
@@ -89,7 +88,7 @@ class ThinkingBudget:
         self._left = most if thinking else None
 
     def _after(self, left: int | None, token: int) -> int | None:
-        """Tokens that a thought may still have after one more; None outside of a thought."""
+        """Tokens that a thought may have after this token; None outside of a thought."""
         if token == self._closes:
             return None
         if left is None:
@@ -97,7 +96,7 @@ class ThinkingBudget:
         return max(left - 1, 0)
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """See ``TokenRule``. A thought is taken to go on behind the known tokens, up to its end."""
+        """See ``TokenRule``. A thought is assumed to go on past the known tokens, up to its end."""
         left, (word, bit) = self._left, divmod(self._closes, WORD)
         for i in range(len(masks)):
             if left == 0 and masks[i, word] >> np.uint32(bit) & 1:
@@ -117,8 +116,8 @@ class ThinkingBudget:
 def bad_words(words: Iterable[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
     """The sequences of tokens that spell these words, as vLLM chooses them.
 
-    Each as at the beginning of a text, and as after a space where that changes the first token alone. Other
-    ways to spell a word are not found.
+    Each word is spelt as at the beginning of a text, and as after a space if that changes only the first
+    token. Other ways to spell a word are not found.
     """
     found = []
     for word in words:
@@ -131,11 +130,11 @@ def bad_words(words: Iterable[str], encode: Callable[[str], list[int]]) -> list[
 
 
 class Constraints:
-    """All that one output must obey on the way.
+    """The constraints of one output, at its present state.
 
     Attributes:
-        matcher: where the output stands in its grammar; None without one.
-        rules: hold beside it.
+        matcher: the output's position in its grammar; None without a grammar.
+        rules: rules beside the grammar.
     """
 
     def __init__(self, matcher: Matcher | None, rules: Sequence[TokenRule] = ()) -> None:
@@ -150,5 +149,5 @@ class Constraints:
 
     @property
     def failed(self) -> bool:
-        """Whether its grammar cannot say which tokens may follow (see ``Matcher.failed``)."""
+        """Whether its grammar has failed, so that no token can follow (see ``Matcher.failed``)."""
         return self.matcher is not None and self.matcher.failed

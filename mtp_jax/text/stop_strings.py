@@ -1,4 +1,4 @@
-"""Stop strings: where a stream of text ends, and how much of it may be shown before that is known."""
+"""Stop strings: the end of a stream of text, and the part that may be shown before the end is known."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ class StopStrings:
     def push(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
         """Take text; return (the part that may be shown, whether a stop string has been met).
 
-        may_stop: whether one may end in this text; it may have begun in text in which none might end.
+        may_stop: whether a stop string may end in this text; it may have begun in earlier text.
         """
         if self.matched is not None:
             return "", True
@@ -51,7 +51,7 @@ class StopStrings:
 
 
 def _begins(text: str, stop: str) -> int:
-    """Where in ``text`` its end begins that may grow to ``stop``; its length if there is none."""
+    """The index of the suffix of ``text`` that may grow to ``stop``; len(text) if there is none."""
     at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

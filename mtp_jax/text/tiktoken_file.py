@@ -1,6 +1,6 @@
 """tiktoken.model, the tokenizer of Kimi-K2 and Moonlight, as a ``tokenizers.Tokenizer``.
 
-The file has tokens and their ranks, which are their ids. The expression that splits a text first is in Python
+The file has tokens and their ranks, which are their ids. The expression that first splits a text is in Python
 code of these releases, the special tokens are in tokenizer_config.json.
 """
 
@@ -41,7 +41,7 @@ SPLIT = "|".join(
 def read_tiktoken(file: Path, config: JsonMapping) -> tokenizers.Tokenizer:
     """The tokenizer of a file; ``config``: tokenizer_config.json beside it, with the special tokens.
 
-    Raises CheckpointError for a damaged file, or one whose split nobody knows.
+    Raises CheckpointError for a damaged file, or a release whose split is unknown.
     """
     kind = config.get("tokenizer_class")
     if kind != CLASS:
@@ -53,7 +53,7 @@ def read_tiktoken(file: Path, config: JsonMapping) -> tokenizers.Tokenizer:
     ranks = _ranks(file)
     vocab = {written(token): rank for token, rank in ranks.items()}
     added = _added(file, config.get("added_tokens_decoder"), len(ranks))
-    # In the vocabulary, too: an added token that is there keeps its id.
+    # Added tokens are in the vocabulary, too, where they keep their ids.
     model = models.BPE(
         vocab | {token.content: i for i, token in added.items()}, _merges(ranks), ignore_merges=True
     )
@@ -89,7 +89,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[str, str]]:
-    """The merges by which BPE makes the tokens: any two that give a third, by the rank of that."""
+    """The merges by which BPE makes the tokens: pairs that give a token, ordered by that token's rank."""
     merges = []
     for token in ranks:
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]

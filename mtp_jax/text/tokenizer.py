@@ -22,7 +22,7 @@ from mtp_jax.text.tools.formats import format_named, format_of
 
 JSON_FILE = "tokenizer.json"
 FILES = (JSON_FILE, tiktoken_file.FILE)
-"""Any of which a model directory needs for text; the first that is there is read."""
+"""Files of a tokenizer; a model directory needs one of them for text, and the first present is read."""
 
 _END = "\ue000end\ue000"
 """A mark that no text has: the characters are for private use."""
@@ -36,7 +36,7 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer` underneath.
         vocab_size: one more than the highest id that has a token. The model's own may be padded above it.
-        bos_token, eos_token: their contents, "" where the files name none.
+        bos_token, eos_token: text of these tokens, "" where the files name none.
         bos_id: id of bos, or None.
         eos_ids: every id that ends a generation (generation_config.json may list several); for models whose
             config.json names none.
@@ -127,14 +127,14 @@ class Tokenizer:
         if add_special_tokens and self.bos_id is not None:
             if self._add_bos and ids[:1] != [self.bos_id]:
                 ids.insert(0, self.bos_id)
-            elif ids[:2] == [self.bos_id, self.bos_id]:  # the text brought its own
+            elif ids[:2] == [self.bos_id, self.bos_id]:  # the text has its own bos
                 del ids[0]
         return ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD.
 
-        An id without a token (a model's padded vocabulary has them) gives nothing.
+        An id without a token (a model's padded vocabulary has such ids) gives "".
         """
         return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode("utf-8", "replace")
 
@@ -169,7 +169,7 @@ class Tokenizer:
 
         messages, tools: see OpenAI's API. tool_format: the format of calls where the template does
         not write them; by default the template's own. continue_final_message: the prompt ends with the text
-        of the last message, which the model is to go on with, instead of opening a new answer.
+        of the last message, which the model continues, instead of opening a new answer.
 
         Raises:
             RequestError: no template, a broken one, one above its limits, or one that refuses the messages.
@@ -225,7 +225,7 @@ def _template_file(folder: Path, config: JsonMapping) -> Path | None:
 
 
 def _with_end_marked(messages: Sequence[JsonMapping]) -> list[JsonMapping]:
-    """The messages, the text of the last one with a mark behind it. Raises RequestError if it has none."""
+    """The messages, with a mark behind the text of the last. Raises RequestError if that has no text."""
     *before, last = messages
     text = last.get("content")
     if not isinstance(text, str) or not text.strip():
