@@ -135,6 +135,7 @@ def first_block(params: Params, cfg: ModelConfig, on: Backend) -> jax.Array:
 
 def test_an_embedding_of_its_own():
     cfg, params = loaded("dflash").config, loaded("dflash").params
+    assert isinstance(params.drafter, BlockHead)
     own = replace(params, embed=0 * params.embed, drafter=replace(params.drafter, embed=params.embed))
     np.testing.assert_array_equal(first_block(own, cfg, ON), first_block(params, cfg, ON))
 
