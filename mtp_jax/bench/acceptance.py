@@ -1,4 +1,4 @@
-"""How many drafts are accepted on held-out text, greedy and sampled, and how good the model's text is.
+"""Acceptance of drafts on held-out text, greedy and sampled, and the quality of the model's text.
 
 Greedy text of a small model runs into loops, and loops are easy to predict: the share of repeated text stands
 beside every acceptance length, and sampled text shows the acceptance without loops. Bits per byte measure how
@@ -38,7 +38,7 @@ def run(
     samples: int,
     pieces: int,
 ) -> Report:
-    """Complete every prompt at every temperature, eight at a time, up to end-of-text; quote the first.
+    """Complete every prompt at every temperature, eight at a time, up to end-of-text; show the first text.
 
     pieces: number of held-out texts to score.
     """

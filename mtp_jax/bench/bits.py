@@ -1,4 +1,4 @@
-"""Bits per byte: how well a model predicts a given text, token by token."""
+"""Bits per byte: the cost of a given text to a model, token by token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,9 @@ class Bits:
     """Cost of pieces of text to the model, in bits: the sum of -log2 p of every token but a piece's first.
 
     Attributes:
-        context: tokens of a piece, the first, which is given, included.
-        tokens: predicted, all pieces together.
-        bits: per piece.
-        bytes: per piece, the UTF-8 bytes that its predicted tokens decode to.
+        context: tokens of a piece, including the first, which is given.
+        tokens: predicted tokens, all pieces together.
+        bits: bits of each piece. bytes: for each piece, the UTF-8 bytes that its predicted tokens decode to.
     """
 
     context: int

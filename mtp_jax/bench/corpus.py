@@ -77,7 +77,7 @@ def read_files(root: str | Path | None = None) -> list[SourceFile]:
 
 
 def split(files: Sequence[SourceFile]) -> Split:
-    """Divide by file: a hash of the path decides, so the answer does not depend on the other files."""
+    """Divide by file: a hash of the path decides, so the result does not depend on other files."""
     held = [_fraction(file.path) < HELD_OUT_FRACTION for file in files]
     return Split(
         train=[file for file, out in zip(files, held, strict=True) if not out],
@@ -141,9 +141,9 @@ def held_out_prompts(
 
     `start`: ids that every prompt begins with; by default the bos of `mtp_jax.text.bpe`.
 
-    They go round the files, one prompt per file and round, at a line that a hash of path and round picks. At
-    least `length` more ids follow each prompt in its file, so a continuation can be compared with it.
-    A prompt is returned once, wherever else its text may occur.
+    Each round takes one prompt per file, at a line that a hash of path and round picks. At least `length`
+    more ids follow each prompt in its file, so a continuation can be compared with it. Each prompt is
+    returned once, even if its text occurs again.
 
     Raises:
         ConfigError: the files are too few or too short for `n` different prompts.

@@ -1,7 +1,7 @@
-"""Least bytes and operations of a launch: the cost of speculation where reading weights takes the time.
+"""Least bytes and operations of a launch: the cost of speculation where most time goes to reading weights.
 
-Weights once per pass, the experts that its rows visit, the cached rows of the bucket, two operations per
-weight and row. Activations count as free.
+Counted are weights once per pass, the experts that its rows visit, the cached rows of the bucket, and two
+operations per weight and row. Activations count as free.
 """
 
 import math
@@ -29,7 +29,7 @@ class Size:
 
     Attributes:
         always: bytes or weights that every pass touches.
-        expert: one routed expert, summed over the part's MoE layers.
+        expert: bytes or weights of one routed expert, summed over the part's MoE layers.
     """
 
     always: int
@@ -54,7 +54,7 @@ def count(weights: PyTree) -> int:
 
 
 def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
-    """One decoder block."""
+    """The size of one decoder block."""
     if not isinstance(layer.mlp, Moe):
         return Size(size(layer))
     routed = size(layer.mlp.routed)
@@ -62,12 +62,12 @@ def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
 
 
 def of_trunk(params: Params, size: Measure = nbytes) -> Size:
-    """Decoder blocks and final norm, without tables: an embedding costs only its rows."""
+    """The size of decoder blocks and final norm, without tables: an embedding costs only its rows."""
     return sum((of_layer(p, size) for p in params.layers), Size(size(params.norm)))
 
 
 def of_head(params: Params, size: Measure = nbytes) -> Size:
-    """The vocabulary table behind the logits."""
+    """The size of the vocabulary table for the logits."""
     return Size(size(params.table))
 
 
@@ -111,7 +111,7 @@ class Part:
 
     @classmethod
     def of(cls, part: Callable[[_T, Measure], Size], params: _T) -> "Part":
-        """A part of some parameters, measured both ways."""
+        """A part of some parameters, with its bytes and its number of weights."""
         return cls(part(params, nbytes), part(params, count))
 
 
@@ -147,7 +147,7 @@ def of_launch(
     own = range(first, first + (draft_head.sizes.num_hidden_layers if draft_head else 1))
 
     def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
-        """One pass over rows: (sequences, tokens in each)."""
+        """Add one pass over rows: (sequences, tokens in each)."""
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
@@ -164,7 +164,7 @@ def of_launch(
         return Work(slots * values * itemsize, slots * (a.flops + a.scoring))
 
     def extend(rows: tuple[int, int]) -> list[Work]:
-        """The NextN rows of known tokens: of the last layer nothing but its rows."""
+        """Add the NextN entries of known tokens; the last layer computes its entries only."""
         passes = [run(p, own, rows) for p in nextn[:-1]]
         return [*passes, *(run(p, none, rows) for p in rows_only[-1:])]
 
@@ -175,7 +175,8 @@ def of_launch(
     ]
     if key.depth:
         if isinstance(draft_head, BlockConfig):
-            passes += [run(nextn[0], own, windows), run(drawn, none, (key.slots, key.depth))]
+            block = key.slots, draft_head.block
+            passes += [run(nextn[0], own, block), run(drawn, none, (key.slots, key.depth))]
         else:
             passes += [run(drawn, none, one)] * key.depth
             passes += [run(p, none, one) for p in rows_only[1 : key.depth]]

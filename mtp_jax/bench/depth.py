@@ -18,11 +18,11 @@ from mtp_jax.json_object import JsonObject
 
 @dataclass(frozen=True)
 class Decode:
-    """One depth over all prompts.
+    """Results of one depth over all prompts.
 
     Attributes:
-        seconds: per prompt, from the first token to the last.
-        tokens: decoded in that time, all prompts together.
+        seconds: for each prompt, from the first token to the last.
+        tokens: tokens decoded in that time, all prompts together.
         speculation: counts of all prompts.
         texts: output ids per prompt.
     """
@@ -43,7 +43,7 @@ def decode_alternating(
 ) -> dict[int, Decode]:
     """Decode every prompt at every depth before the next prompt, the depths in rotating order.
 
-    The first prompt is run once more before, so that no measured run is an engine's first.
+    The first prompt also runs once before, so that no measured run is an engine's first.
     """
     runs: dict[int, list[Request]] = {depth: [] for depth in engines}
     order = list(engines)
@@ -70,7 +70,7 @@ def _decode(requests: list[Request]) -> Decode:
 
 
 def speedup(plain: Decode, other: Decode) -> Spread:
-    """Per prompt the time of ``plain`` over that of ``other``."""
+    """The time of ``plain`` over the time of ``other``, for each prompt."""
     return Spread.of([a / b for a, b in zip(plain.seconds, other.seconds, strict=True)])
 
 
@@ -92,7 +92,7 @@ def run(
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
     for temperature in temperatures:
-        SamplingParams(temperature=temperature)  # refuses a bad temperature before any is measured
+        SamplingParams(temperature=temperature)  # refuses a bad temperature before the measurement
     given = prompts_for(subject, prompts, prompt_tokens)
     length, asked = prompt_tokens + max_tokens, synthetic_acceptance
     engines = {d: subject.engine(d, 1, length, synthetic_acceptance=asked) for d in depths}

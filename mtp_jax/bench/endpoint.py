@@ -17,10 +17,10 @@ from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.json_object import JsonMapping, JsonObject
 
 Api = Literal["completions", "chat"]
-# Where a server says how many tokens there are: in every chunk, at the end of an answer, or nowhere.
+# Places of a server's token counts: in every chunk, at the end of an answer, or nowhere.
 Counts = Literal["chunks", "answers", "none"]
 _ROUTES: Mapping[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-_REFUSAL_CHARACTERS = 200  # of a refusal are shown: a page of HTML may come instead of one
+_REFUSAL_CHARACTERS = 200  # characters of a refusal that are shown: it may be a page of HTML
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Answer:
     """The outcome of a request.
 
     Attributes:
-        timeline: when its tokens came.
-        prompt_tokens: the server's count; 0 without one.
-        counts: where the server counted its tokens.
-        failure: why it is no whole answer; empty for a whole one.
+        timeline: the times at which its tokens came.
+        prompt_tokens: the server's count of prompt tokens; 0 without a count.
+        counts: place of the server's token counts.
+        failure: the reason why the answer is incomplete; empty for a complete answer.
     """
 
     timeline: Timeline
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where and how to ask.
+    """The address and the form of requests.
 
     Attributes:
         http: a client at the server's address, without /v1.
@@ -71,7 +71,7 @@ class Endpoint:
         return {**self.fields, **stream, "messages": told or [{"role": "user", "content": prompt}]}
 
     async def ask(self, prompt: Prompt, due: float) -> Answer:
-        """Ask, and take the time since ``due``, seconds of ``perf_counter``."""
+        """Send a request, and measure times from ``due``, in seconds of ``perf_counter``."""
         answer, body = _Reader(Timeline(due)), self.body(prompt)
         try:
             async with self.http.stream("POST", _ROUTES[self.api], json=body) as response:
@@ -90,9 +90,9 @@ class _Reader:
     """Reads the chunks of one answer."""
 
     timeline: Timeline
-    counted: int = 0  # tokens that the server has counted
+    counted: int = 0  # number of tokens that the server has counted
     prompt_tokens: int = 0
-    texts: list[float] = field(default_factory=list)  # when chunks with text came
+    texts: list[float] = field(default_factory=list)  # times of chunks with text
     by_chunk: bool = False
     ended: bool = False
     failure: str = ""
@@ -110,7 +110,7 @@ class _Reader:
         self.ended = self.ended or any(choice.get("finish_reason") for choice in choices)
         if usage := chunk.get("usage"):
             self.prompt_tokens = usage.get("prompt_tokens") or self.prompt_tokens
-            # Usage beside a choice that goes on is the usage so far.
+            # Usage beside an unfinished choice is the usage so far.
             self.by_chunk = self.by_chunk or any(not choice.get("finish_reason") for choice in choices)
             tokens = usage.get("completion_tokens") or 0
             if self.by_chunk:
@@ -136,7 +136,7 @@ def _says(choice: JsonMapping) -> bool:
 
 
 async def _events(response: httpx2.Response) -> AsyncIterator[tuple[float, str]]:
-    """The data of server-sent events, and when it came. Lines end with LF: JSON may hold other line ends."""
+    """The data of server-sent events, with their times. Lines end with LF: JSON may hold other line ends."""
     rest = b""
     async for piece in response.aiter_bytes():
         at = time.perf_counter()
@@ -147,7 +147,7 @@ async def _events(response: httpx2.Response) -> AsyncIterator[tuple[float, str]]
 
 
 def _refusal(text: str) -> str:
-    """The message of an error, however the server dresses it."""
+    """The message of an error, in any form that servers use."""
     try:
         error = json.loads(text)
         error = error.get("error", error)
@@ -168,15 +168,15 @@ def address(url: str) -> str:
 async def connect(
     http: httpx2.AsyncClient, api: Api, model: str | None, fields: JsonMapping, prompt: Prompt
 ) -> Endpoint:
-    """Find the model's name if none is given, and how the server counts tokens, by asking for one.
+    """Find the model's name if none is given, and the place of token counts, by a request for one token.
 
     Raises MtpJaxError if there is no server, or it refuses such requests.
     """
     named = {"model": model or await _model(http), **fields}
-    # A short prompt: a later one that is too long for the server is a failure of its own.
+    # A short prompt, so that a prompt too long for the server is a failure of its own request only.
     ids = [token for token in prompt if isinstance(token, int)][:1]
     short: Prompt = ids or "Hello"
-    for counts in get_args(Counts):  # each asks for less
+    for counts in get_args(Counts):  # each requests fewer counts
         one = await Endpoint(http, api, named | {"max_tokens": 1}, counts).ask(short, time.perf_counter())
         if not one.failure:
             return Endpoint(http, api, named, counts)
@@ -203,11 +203,11 @@ async def _model(http: httpx2.AsyncClient) -> str:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Counts of a server's drafts, under the names that vLLM gave them.
+    """Counts of a server's drafts, under vLLM's names.
 
     Attributes:
-        rows: steps of a row that verified drafts.
-        drafts, accepted: tokens.
+        rows: number of (row, step) pairs that verified drafts.
+        drafts, accepted: numbers of tokens.
         positions: accepted drafts by position.
         forced: the acceptance length that the server forces, as mtp-jax says it; 0: the model decides.
     """
@@ -219,7 +219,7 @@ class Drafted:
     forced: float = 0.0
 
     def since(self, before: "Drafted") -> "Drafted | None":
-        """The difference; None if nothing was drafted, or the server began anew."""
+        """The difference to earlier counts; None if there were no drafts, or the server was restarted."""
         pairs = zip(self.positions, before.positions or (0,) * len(self.positions), strict=False)
         found = Drafted(
             self.rows - before.rows,
@@ -232,12 +232,12 @@ class Drafted:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens of a step that verified drafts."""
+        """Mean tokens of a step that verified drafts."""
         return 1 + self.accepted / self.rows
 
 
 async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
-    """The counts in /metrics; None where the server has none of them."""
+    """The counts in a /metrics page; None where it has none of them."""
     try:
         response = await http.get("/metrics")
         families = [*text_string_to_metric_families(response.text)] if response.status_code == 200 else []
@@ -253,7 +253,7 @@ async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
             forced = max(forced, sample.value)
         if prefix or not sample.name.endswith("_total"):
             continue
-        if name in counts:  # of every engine behind the address
+        if name in counts:  # summed over the engines behind the address
             known = True
             counts[name] += int(sample.value)
         elif name == "accepted_tokens_per_pos" and sample.labels.get("position", "").isdecimal():
@@ -266,5 +266,5 @@ async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
 
 
 async def sleep_until(due: float) -> None:
-    """Seconds of ``perf_counter``."""
+    """Sleep until this time, in seconds of ``perf_counter``."""
     await asyncio.sleep(max(0.0, due - time.perf_counter()))

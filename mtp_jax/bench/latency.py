@@ -1,4 +1,4 @@
-"""When tokens arrive: throughput, and the latencies a user feels, with percentiles."""
+"""Arrival of tokens: throughput, and the latencies that a user notices, with percentiles."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ import numpy as np
 
 @dataclass
 class Timeline:
-    """One request: when it was sent, and when how many of its tokens came. Seconds of ``perf_counter``."""
+    """The times of a request and of its tokens, with their numbers, in seconds of ``perf_counter``."""
 
     sent: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, at: float, tokens: int) -> None:
-        """``tokens`` came together."""
+        """Record ``tokens`` tokens that came together."""
         if tokens:
             self.arrivals.append((at, tokens))
 
     @property
     def tokens(self) -> int:
-        """All that came."""
+        """Number of tokens that came."""
         return sum(n for _, n in self.arrivals)
 
     @property
@@ -57,7 +57,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Percentiles":
-        """All zero if there are no values."""
+        """The percentiles of values; all 0 if there are no values."""
         if not values:
             return cls(0.0, 0.0, 0.0, 0.0, 0)
         p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
@@ -69,8 +69,8 @@ class Summary:
     """Many requests over ``seconds``.
 
     Attributes:
-        requests: that got a token.
-        tokens: generated.
+        requests: number of requests that got a token.
+        tokens: number of generated tokens.
         seconds: from the first request to the last token.
         ttft: time to first token.
         tpot: time per output token after the first, one value per request.
@@ -93,7 +93,7 @@ class Summary:
 
     @classmethod
     def of(cls, timelines: Sequence[Timeline], seconds: float) -> "Summary":
-        """Requests without a token are left out."""
+        """The summary of timelines; requests without a token are left out."""
         came = [t for t in timelines if t.arrivals]
         return cls(
             len(came),

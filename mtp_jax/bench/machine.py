@@ -1,4 +1,4 @@
-"""Peaks of this machine: the two lines of the roofline, measured rather than looked up."""
+"""Peaks of this machine: the two lines of the roofline, by measurement."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Peaks:
 
 
 def measure(dtype: str) -> Peaks:
-    """Measure for some seconds."""
+    """Measure the peaks, for some seconds."""
     square = jnp.ones((_MATRIX, _MATRIX), dtype)
     long = jnp.ones(_BYTES // square.dtype.itemsize, dtype)
     product = jax.jit(lambda a: a @ a).lower(square).compile()

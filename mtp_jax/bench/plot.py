@@ -16,14 +16,14 @@ _COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c")
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there: to be known before hours are spent."""
+    """Whether matplotlib is installed, for a check before hours of measurement."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(report: Report, path: Path, made_by: JsonMapping) -> None:
     """Write a PNG of ``report``, whose figures have "levels" (by concurrency) or "depths".
 
-    made_by: the argument of ``report.write``; stands below the figure.
+    made_by: the argument of ``report.write``; it is written below the figure.
     """
     import matplotlib  # imported here: slow
 

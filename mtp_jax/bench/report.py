@@ -1,4 +1,4 @@
-"""Output of every measurement: a Markdown table and a JSON file that says how it was made."""
+"""Output of every measurement: a Markdown table and a JSON file with the command and the machine."""
 
 import importlib.metadata
 import json
@@ -22,7 +22,7 @@ from mtp_jax.machine import usable_cores
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of repeated measurements, and how many there were."""
+    """Median and quartiles of repeated measurements, and their number."""
 
     median: float
     low: float
@@ -51,9 +51,9 @@ class Report:
         title: the measurement and the model.
         headers: column titles of the table.
         rows: rows of the table.
-        notes: lines below it.
-        figures: everything measured, ready for JSON.
-        pending: levels that are still to be measured; the report grows with each.
+        notes: lines below the table.
+        figures: all measurements, ready for JSON.
+        pending: levels not measured yet; the report grows with each level.
     """
 
     title: str
@@ -114,7 +114,7 @@ def cpu_model() -> str:
 
 
 def check(path: Path) -> None:
-    """Before hours are spent. Raises ConfigError, or OSError, for a file that cannot be written."""
+    """Check that a file can be written, before the measurement. Raises ConfigError or OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path} cannot be written; name another file")

@@ -1,4 +1,4 @@
-"""An open loop against a running server: a request comes at its time, even if earlier requests still wait."""
+"""An open loop against a running server: requests are sent at their times, even while earlier ones wait."""
 
 import asyncio
 import math
@@ -38,9 +38,9 @@ class Load:
     """Load on a server.
 
     Attributes:
-        rates: requests per second; each is a level, one after the other. inf: all at once.
-        requests: per level.
-        arrivals: how they are spaced.
+        rates: requests per second; each is a level, one after the other. inf: all at once. requests: number
+        of requests of each level.
+        arrivals: spacing of requests, "poisson" or "fixed".
         seed: seed of arrivals and of the order of prompts.
         seconds: after which a request without new data has failed.
     """
@@ -63,7 +63,7 @@ def run(
     given = prompts.take(load.requests * len(load.rates), load.seed)
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    # No proxy of the environment: it would be measured, too.
+    # The environment's proxy is not used, as it would be measured, too.
     http = httpx2.AsyncClient(
         base_url=address(url), headers=headers, timeout=load.seconds, limits=limits, trust_env=False
     )
@@ -90,17 +90,17 @@ class Level:
 
     @property
     def failures(self) -> Counter[str]:
-        """How often each was the reason."""
+        """Number of failures, by reason."""
         return Counter(answer.failure for answer in self.answers if answer.failure)
 
     @property
     def answered(self) -> int:
-        """Whole answers."""
+        """The complete answers."""
         return len(self.answers) - self.failures.total()
 
     @property
     def counts(self) -> Counts:
-        """The least that holds for all whole answers."""
+        """The least informative place of counts among complete answers."""
         return _least([a.counts for a in self.answers if not a.failure])
 
     @property
@@ -112,7 +112,7 @@ class Level:
 
     @property
     def figures(self) -> JsonObject:
-        """Everything, for JSON."""
+        """All results, for JSON."""
         seconds, prompt_tokens = self.summary.seconds, sum(a.prompt_tokens for a in self.answers)
         return {
             "rate": self.rate if math.isfinite(self.rate) else "inf",  # JSON has no infinity
@@ -137,7 +137,7 @@ def _least(counts: Sequence[Counts]) -> Counts:
 
 
 async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], load: Load) -> Level:
-    """One rate; only whole answers count. Raises MtpJaxError if there is none."""
+    """Measure one rate; only complete answers count. Raises MtpJaxError if there is none."""
     before = await drafted(endpoint.http)
     start = time.perf_counter()
     due = [start + after for after in schedule(len(prompts), rate, load.arrivals, load.seed)]

@@ -65,9 +65,9 @@ def directory_of(model: str) -> Path:
 
 
 def load(model: str, drafts: bool = True) -> Subject:
-    """ "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
+    """Load "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
 
-    drafts: whether it needs NextN layers.
+    drafts: whether the measurement needs NextN layers.
     """
     directory = directory_of(model)
     on_cpu = jax.default_backend() == "cpu"
@@ -80,7 +80,7 @@ def load(model: str, drafts: bool = True) -> Subject:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of equal length, and where they come from."""
+    """Prompts of equal length, and their origin."""
 
     ids: list[list[int]]
     source: str

@@ -23,7 +23,7 @@ from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 
-# "control" is "off" once more: its speed-up is the difference that the machine makes between equal engines.
+# "control" equals "off": its speed-up is the difference that the machine makes between equal engines.
 Mode = Literal["off", "control", "fixed", "adaptive"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
@@ -35,8 +35,8 @@ class Load:
 
     Attributes:
         concurrency: requests at a time; each level is measured.
-        depth: drafts per step of "fixed", the most of "adaptive".
-        requests: per run; None: four per concurrent one, at least 16.
+        depth: drafts per step of "fixed", and most drafts of "adaptive".
+        requests: number per run; None: four times the concurrency, at least 16.
         prompt_tokens, max_tokens: lengths of every request.
         temperature: 0 is greedy.
         rounds: runs of every mode at every level, after one that is not measured.
@@ -51,7 +51,7 @@ class Load:
     rounds: int
 
     def requests_at(self, level: int) -> int:
-        """Requests of a run."""
+        """Number of requests of a run."""
         return self.requests or max(4 * level, 16)
 
 
@@ -65,7 +65,7 @@ class Run:
 
 
 def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, concurrency: int) -> Run:
-    """Complete every prompt, ``concurrency`` at a time: a new request as soon as one is done."""
+    """Complete every prompt, ``concurrency`` at a time: a new request begins when one ends."""
     params = [
         SamplingParams(temperature=load.temperature, max_tokens=load.max_tokens, ignore_eos=True)
         for _ in prompts

@@ -1,7 +1,7 @@
 """Checkpoints with rigged acceptance: any size, no real weights, drafts accepted at a given rate.
 
     trunk   greedy next token of t = chain[t]: blocks are quiet, the head's row chain[t] points along embed[t]
-    NextN   eh_proj = [identity | 0] + noise, so it foresees the chain, with mistakes set by the noise
+    NextN   eh_proj = [identity | 0] + noise, so it predicts the chain, with mistakes set by the noise
 
 Plain random weights accept nothing and would exercise none of the draft-and-verify loop.
 """
@@ -110,8 +110,8 @@ def _moe() -> ModelConfig:
 def chain(cfg: ModelConfig, seed: int = 0) -> np.ndarray:
     """int32 [V]: the token that follows each token.
 
-    One cycle through all ordinary tokens, so that a run repeats nothing before it has seen the vocabulary;
-    bos and eos lead into it and never come up.
+    One cycle through all ordinary tokens, so that a run repeats no token before the whole vocabulary; bos and
+    eos lead into the cycle and are not part of it.
     """
     special = {cfg.bos_token_id, *cfg.eos_token_ids}
     ordinary = np.array([t for t in range(cfg.vocab_size) if t not in special], np.int32)
@@ -122,10 +122,10 @@ def chain(cfg: ModelConfig, seed: int = 0) -> np.ndarray:
 
 
 def rigged_params(cfg: ModelConfig, noise: float, seed: int = 0, dtype: str = "float32") -> Params:
-    """Parameters whose greedy text is ``chain`` and whose NextN layers foresee it, less well with more noise.
+    """Parameters whose greedy text is ``chain`` and whose NextN layers predict it, less well with more noise.
 
     Every array has its own random stream, named by its tensor: the same seed gives the same bytes.
-    Raises ConfigError for a model with a tied head or without a NextN layer: there is nothing to rig.
+    Raises ConfigError for a model with a tied head or without a NextN layer, which cannot be rigged.
     """
     if cfg.tie_word_embeddings or not cfg.num_nextn_predict_layers:
         raise ConfigError(

@@ -21,7 +21,7 @@ _WORD_LETTERS = 5  # letters of an English word, about (Norvig, "English Letter 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts, and where they come from in words.
+    """Prompts, and a description of their origin.
 
     Attributes:
         all: text, token ids, or messages.
@@ -54,7 +54,7 @@ def schedule(count: int, rate: float, arrivals: Arrivals, seed: int) -> list[flo
 
 
 def random_prompts(count: int, length: int, spread: float, vocab: int | None, seed: int) -> Prompts:
-    """Random token ids below ``vocab``, or random words where that is None.
+    """Prompts of random token ids below ``vocab``, or of random words where ``vocab`` is None.
 
     Lengths in ids or words are uniform from ``length * (1 - spread)`` to ``length * (1 + spread)``.
     """
@@ -124,7 +124,7 @@ def _text(path: Path) -> str:
 def _from_file(
     path: Path, entries: Sequence[JsonObject], first: Callable[[JsonObject], Prompt | None], expected: str
 ) -> Prompts:
-    """Entries in which the user says nothing are left out; an entry of another form is an error."""
+    """Read prompts of a file. Entries without a user's text are left out; another form is an error."""
     found: list[Prompt] = []
     for number, entry in enumerate(entries, 1):
         try:

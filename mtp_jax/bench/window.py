@@ -1,4 +1,4 @@
-"""Cost of a wider window to the trunk, in time and in bytes of weights, and how much of the promise is kept.
+"""Cost of a wider window to the trunk, in time and in bytes of weights, and speed-up against its prediction.
 
 Beside each time stands its memory floor: the time to read the same bytes at the speed of a copy.
 
@@ -63,7 +63,7 @@ def verify(
     table: Int[Array, "B n"],
     cfg: ModelConfig,
 ) -> tuple[tuple[PyTree, ...], Int[Array, "B W"]]:
-    """The verify part of a step and nothing else: (pages, the trunk's greedy choices)."""
+    """The verify part of a step alone; returns (pages, the trunk's greedy choices)."""
     positions, on = start[:, None] + jnp.arange(tokens.shape[1]), backend()
     view = PagedView(table, positions, chain(start, tokens.shape[1]))
     traced = trunk.run(params, trunk.Model(cfg, on), tokens, positions, pages, (view,))
@@ -75,7 +75,7 @@ def time_windows(
 ) -> dict[int, list[float]]:
     """Seconds per call of ``verify`` for each width, over the same text; the widths alternate call by call.
 
-    Each call lands elsewhere in the text, so that an MoE model visits different experts every time.
+    Each call is at another place of the text, so that an MoE model visits different experts every time.
     """
     cfg, params = subject.config, subject.params
     cached, ids = _empty_cache(cfg, subject.dtype), np.asarray(text, np.int32)[None]
@@ -101,7 +101,7 @@ def time_windows(
 
 
 def _places(length: int, widest: int, rounds: int) -> np.ndarray:
-    """Where in a text each round's windows begin, which is the number of cached rows before them."""
+    """The place in the text where each round's windows begin: the number of cached rows before them."""
     return np.random.default_rng(0).integers(0, length - widest + 1, rounds)
 
 
@@ -122,7 +122,7 @@ def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> ja
 def run(
     subject: Subject, windows: Sequence[int], rounds: int, depth: int, prompts: int, max_tokens: int
 ) -> Report:
-    """Time windows alone; then decode at depth 0 and ``depth`` and compare with the promise of the bytes."""
+    """Time windows alone; then decode at depth 0 and ``depth`` and compare with the prediction from bytes."""
     windows = sorted({1, *windows})
     longest = _ROWS - _PROMPT
     if max(windows) > MAX_DRAFTS + 1 or max_tokens > longest or depth < 1:
@@ -230,7 +230,7 @@ def _end_to_end(
     gain, acceptance = speedup(decoded[0], decoded[depth]), decoded[depth].speculation.acceptance_length
 
     def bytes_at(depth: int) -> float:
-        key, dtype = StepKey(1, depth, 0, SamplingMode()), subject.dtype  # of no cached rows
+        key, dtype = StepKey(1, depth, 0, SamplingMode()), subject.dtype  # without cached rows
         visited = experts.__getitem__
         return cost.of_launch(key, subject.config, subject.params, _PAGE_SIZE, dtype, 1, visited).bytes
 

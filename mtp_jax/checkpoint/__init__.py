@@ -57,7 +57,7 @@ def load(
             on a CPU without a mesh, and int4, which is a quarter of bfloat16's bytes, everywhere; None: so,
             but on a CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
-        num_nextn_layers: how many NextN layers to load; 0 for none, None for all.
+        num_nextn_layers: number of NextN layers to load; None for all.
         draft_captures: whether a head's list of taps counts "outputs" of the trunk's layers or "inputs";
             None: outputs if it begins with 1, as SGLang and vLLM read it.
         progress: called with (bytes read, bytes to read) after every array.

@@ -1,9 +1,9 @@
-"""A digest of a checkpoint folder, which tells another checkpoint without reading all of it."""
+"""A digest of a checkpoint folder, which identifies it without reading all of it."""
 
 import hashlib
 from pathlib import Path
 
-# A file's beginning holds the whole header of most weights; samples go through all of it.
+# A file's beginning holds the whole header of most weights; samples are spread over the whole file.
 _BEGINNING = 2**16
 _SAMPLES, _SAMPLE_BYTES = 64, 64
 

@@ -19,7 +19,7 @@ _LONGEST_NAME = 255  # bytes: NAME_MAX of Linux (limits.h)
 
 @dataclass(frozen=True)
 class Folder:
-    """Tensors by name, in file order; tensors outside the text model, which nothing here reads, apart."""
+    """Tensors by name, in file order; tensors outside the text model, which are not read, are kept apart."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -48,7 +48,7 @@ def as_folder(path: Path, tensors: dict[str, Tensor]) -> Folder:
 
 
 def shortlist(names: Iterable[str]) -> str:
-    """Names for an error message: the first dozen and how many more there are."""
+    """Names for an error message: the first dozen, and the number of further names."""
     names = list(names)
     more = len(names) - _NAMES_IN_ERRORS
     return ", ".join(names[:_NAMES_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
@@ -62,7 +62,7 @@ def open_folder(path: str | Path) -> Folder:
     file and tensor.
     """
     path = Path(path)
-    if not os.path.isdir(path):  # False, too, for a name that no folder can have
+    if not os.path.isdir(path):  # also False for a name that no folder can have
         raise CheckpointError(missing_folder(path))
     if not (path / INDEX).exists():
         return as_folder(path, open_file(_single_file(path)))
@@ -137,7 +137,7 @@ def _is_plain(file: str) -> bool:
 
 
 def text_files(path: Path) -> Iterator[Path]:
-    """The small files that travel with a checkpoint: tokenizer, chat template, generation settings."""
+    """The small files of a checkpoint: tokenizer, chat template, generation settings."""
     names = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
     for name in (*TOKENIZER_FILES, *names):
         if (path / name).is_file():

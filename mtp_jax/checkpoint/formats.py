@@ -1,4 +1,4 @@
-"""How weights lie in files: as plain arrays, or in one of ``FORMATS``, narrower than they are computed in."""
+"""Storage of weights in files: as plain arrays, or in one of ``FORMATS``, narrower than computation."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +23,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """One of the tensors that are a weight together.
+    """One of the tensors that together store a weight.
 
     Attributes:
         suffix: the end of its name, after the weight's.
@@ -52,7 +52,7 @@ class Kept:
 
 
 class Stored(Protocol):
-    """A way of storing weights in which they can stay in memory."""
+    """A way of storing weights that memory can keep, too."""
 
     @property
     def name(self) -> str:
@@ -69,11 +69,11 @@ class Stored(Protocol):
         ...
 
     def check(self, tensors: Tensors, name: str) -> None:
-        """Raises CheckpointError for values that cannot be right."""
+        """Raises CheckpointError for impossible values."""
         ...
 
     def can_stay(self, spec: Spec) -> bool:
-        """Whether a parameter whose weights are stored this way can stay so in memory."""
+        """Whether a parameter that is stored this way can stay so in memory."""
         ...
 
     def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
@@ -94,7 +94,7 @@ class Format(Stored, Protocol):
         ...
 
     def announced(self, cfg: ModelConfig) -> bool:
-        """Whether config.json says that there are such weights."""
+        """Whether config.json announces such weights."""
         ...
 
     def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
@@ -102,7 +102,7 @@ class Format(Stored, Protocol):
         ...
 
     def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
-        """Why a weight of this shape cannot be stored this way; None if it can."""
+        """The reason why a weight of this shape cannot be stored this way; None if it can."""
         ...
 
     def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
@@ -220,7 +220,7 @@ class _InInt4:
         return self.declared(spec, spec.tensor_shape[1] // scales[0].shape[1], kind)
 
     def declared(self, spec: Spec, group: int, kind: np.dtype) -> tuple[Kept, ...]:
-        """``arrays`` where there are no tensors, only a config.json that says how large groups are."""
+        """``arrays`` without tensors, from the size of groups that config.json gives."""
         inputs = spec.tensor_shape[1]
         words = columns_spec(spec, int4.PACKED, inputs // INT4_PER_WORD)
         return Kept(words, DTYPES["I32"]), Kept(columns_spec(spec, int4.SCALE, inputs // group), kind)
@@ -238,12 +238,12 @@ SUFFIXES = ("", fp8.SCALE_SUFFIX, int4.PACKED, int4.SCALE, int4.SHAPE)
 
 
 def format_of(tensors: Tensors, name: str) -> Format | None:
-    """How a weight is stored; None: as a plain array, or not at all."""
+    """The format of a weight; None: it is a plain array, or absent."""
     return next((f for f in FORMATS if f.holds(tensors, name)), None)
 
 
 def staying(spec: Spec, tensors: Tensors, keep: Collection[str]) -> Stored | None:
-    """That of the ways ``keep`` to store weights in which a parameter stays; None: it becomes an array."""
+    """The way of storing, among ``keep``, in which a parameter stays in memory; None: it becomes an array."""
     names = [str(name) for name in spec_names(spec).flat]
     found = (s for s in STORED if s.name in keep and s.can_stay(spec))
     return next((s for s in found if all(s.holds(tensors, n) for n in names)), None)
@@ -255,7 +255,7 @@ def spec_names(spec: Spec) -> np.ndarray:
 
 
 def names_of(formats: Iterable[Format]) -> str:
-    """Formats for people."""
+    """Names of formats, as text for messages."""
     return " and ".join(sorted(f.name for f in formats))
 
 

@@ -1,8 +1,8 @@
 """FP8 checkpoints: e4m3 weights with one scale per 128x128 block (arXiv 2412.19437, section 3.3).
 
-Blocks at the edge are partial: a [576, 7168] weight has a [5, 56] scale. The tensor is called
-``weight_scale_inv`` and is nevertheless multiplied with. Releases have it in float32, some tools write it in
-bfloat16, every value of which is one of float32.
+Blocks at the edge are partial: a [576, 7168] weight has a [5, 56] scale. The scale's tensor is called
+``weight_scale_inv``, but weights are multiplied with it. Releases have it in float32, and some tools write it
+in bfloat16, which float32 represents exactly.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 
 SCALE_SUFFIX = "_scale_inv"
-SCALES = ("F32", "BF16")  # its dtypes, in safetensors' words
+SCALES = ("F32", "BF16")  # dtypes of scales, in safetensors' words
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -19,12 +19,12 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def blocks(rows: range) -> range:
-    """The rows of scales that belong to some rows of a weight."""
+    """The range of rows of scales for some rows of a weight."""
     return range(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
 
 
 def has_nan(weight: np.ndarray) -> bool:
-    """Whether float8_e4m3fn values have NaN among them: all bits of exponent and mantissa set."""
+    """Whether float8_e4m3fn values include NaN: all bits of exponent and mantissa set."""
     return bool(((weight.view(np.uint8) & 0x7F) == 0x7F).any())
 
 
@@ -32,10 +32,10 @@ def dequantise(weight: np.ndarray, scale: np.ndarray, first: int, columns: range
     """Write ``weight * scale of its block`` for some rows of a weight into ``out``.
 
     Args:
-        weight: float8_e4m3fn [rows, i], neighbours.
+        weight: float8_e4m3fn [rows, i], neighbouring rows.
         scale: float32 [blocks of these rows, ceil(i / 128)].
         first: the place of the first row in its block, within [0, 128).
-        columns: columns wanted, within [0, i).
+        columns: range of columns to write, within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
     """
     # A table of all 256 values is several times faster than a cast.

@@ -11,7 +11,7 @@ from mtp_jax.model.hf_quantization import INT4_PER_WORD
 
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 
-# The two int4 values of each byte, that of the low bits first: words are little-endian in files.
+# The two int4 values of each byte, low bits first, as words are little-endian in files.
 _PAIRS = np.array([[(byte & 15) - 8, (byte >> 4) - 8] for byte in range(256)], np.float32)
 
 
@@ -23,7 +23,7 @@ def dequantise(words: np.ndarray, scale: np.ndarray, columns: range, out: np.nda
     Args:
         words: int32 [rows, i / 8].
         scale: bfloat16, float16 or float32 [rows, i / group].
-        columns: columns wanted, within [0, i).
+        columns: range of columns to write, within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
     """
     group = words.shape[1] * INT4_PER_WORD // scale.shape[1]

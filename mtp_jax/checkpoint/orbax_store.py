@@ -35,12 +35,12 @@ _FORMAT = 1
 
 def is_orbax(path: str | Path) -> bool:
     """Whether a folder was written by ``save``."""
-    return os.path.isfile(Path(path) / MARKER)  # isfile is False, too, for a name that no file can have
+    return os.path.isfile(Path(path) / MARKER)  # isfile is also False for a name that no file can have
 
 
 @dataclass(frozen=True)
 class About:
-    """Contents of an Orbax folder: its model, the tree of Spec, and the dtype of the parameters there."""
+    """Contents of an Orbax folder: its model, the tree of Spec, and the dtype of its parameters."""
 
     config: ModelConfig
     specs: Params
@@ -94,11 +94,11 @@ def read_about(path: Path) -> About:
 
 
 def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
-    """Write parameters, sharded or not, to a new folder. Raises CheckpointError if one is there already.
+    """Write parameters, sharded or not, to a new folder. Raises CheckpointError if the folder exists.
 
-    Weights that were kept narrow are refused: load them dequantised.
+    Narrow weights are refused: load them dequantised.
     """
-    import orbax.checkpoint as ocp  # slow to import, and most runs do without
+    import orbax.checkpoint as ocp  # slow to import, and not needed by most runs
 
     path = Path(path).absolute()
     check_no_narrow(params)
@@ -124,9 +124,9 @@ def restore(
 
     Args:
         path: the folder.
-        mesh: where to; None for one device. It need not be the mesh it was saved from.
+        mesh: devices for the parameters; None: one device. It may differ from the mesh at ``save``.
         dtype: "float32" or "bfloat16"; None keeps the saved one.
-        num_nextn_layers: how many NextN layers to keep; None for all.
+        num_nextn_layers: number of NextN layers to keep; None for all.
     Raises:
         CheckpointError: a folder that is damaged or of another kind.
     """
@@ -141,7 +141,7 @@ def restore(
     check_divisible(cfg, mesh)
     kept = about.keeping(path, num_nextn_layers)
     target = _target(mesh, dtype)
-    with ocp.PyTreeCheckpointer() as store:  # the standard one reads everything or nothing
+    with ocp.PyTreeCheckpointer() as store:  # the standard one cannot read a part
         try:
             stored = store.metadata(path / "params").item_metadata
             if stored is None:
@@ -171,8 +171,8 @@ def convert(
 ) -> None:
     """Load a folder in Hugging Face layout, dequantised, and write it with Orbax, tokenizer files beside it.
 
-    num_nextn_layers: how many NextN layers to take along; None for all.
-    Raises CheckpointError, before anything is read, if the folder to write holds anything.
+    num_nextn_layers: number of NextN layers to convert; None for all. Raises CheckpointError, before reading,
+    if the folder to write is not empty.
     """
     out_dir = new_folder(out_dir)
     loaded = load_folder(

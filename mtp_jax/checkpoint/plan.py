@@ -1,4 +1,4 @@
-"""Tensors that a load will read: every expected one found, every found one accounted for. Headers only."""
+"""The plan of a load: each expected tensor found, each found tensor accounted for. Reads headers only."""
 
 import re
 from collections.abc import Collection
@@ -22,7 +22,7 @@ HEAD, HEAD_EMBED = "lm_head.weight", f"{DRAFT_HEAD}.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Plan:
-    """A checkpoint that matches its config.
+    """A checkpoint whose tensors match its config.
 
     Attributes:
         config: the model, with the NextN layers that will be loaded.
@@ -30,8 +30,8 @@ class Plan:
         duplicates: tensor that may be a copy of another: name -> name of the trunk's.
         architecture: model_type of config.json.
         layout: layout of the NextN layers or of the head, None without any.
-        files: every safetensors file that is involved.
-        unread: tensors of other parts of a multimodal model, which are left where they are.
+        files: the safetensors files that are read.
+        unread: tensors of other parts of a multimodal model, which are not read.
     """
 
     config: ModelConfig
@@ -115,7 +115,7 @@ def match(
         cfg: the model.
         folder: the trunk's tensors; NextN layers among them are the layers of ``draft``, or are passed over.
         draft: the NextN layers.
-        unread: names of NextN tensors that are there and need not be read.
+        unread: names of NextN tensors that are present and need not be read.
         architecture: model_type of config.json.
     Raises:
         CheckpointError: one error with everything that does not match.
@@ -184,10 +184,10 @@ def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str
 
 
 class _Accounting:
-    """Collects faults, to say all of them at once."""
+    """Collects faults, so that one error reports all of them."""
 
     def __init__(self, cfg: ModelConfig, found: dict[str, Tensor], drafts: dict[str, ModelConfig]):
-        """drafts: for tensors of NextN layers, the config beside them."""
+        """drafts: the config of the NextN layers' folder, for their tensors."""
         self.cfg, self.found, self.drafts = cfg, found, drafts
         self.seen: set[str] = set()
         self.used: dict[str, None] = {}
@@ -195,7 +195,7 @@ class _Accounting:
         self.wrong: list[str] = []
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = PLAIN) -> None:
-        """A weight that must be there with this shape, stored in a way that it may be."""
+        """Check a required weight: its shape, and the way in which it is stored."""
         if name in self.seen:
             return
         self.seen.add(name)
@@ -213,12 +213,12 @@ class _Accounting:
                 self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {allowed}")
 
     def _find(self, name: str) -> Tensor | None:
-        """A tensor that will be read, if it is there."""
+        """Find a tensor, and mark it as read."""
         (self.used if name in self.found else self.missing)[name] = None
         return self.found.get(name)
 
     def _expect_narrow(self, name: str, shape: tuple[int, ...], stored: Format) -> None:
-        """All tensors of a weight."""
+        """Check all tensors of a narrow weight."""
         own = (self.drafts[name + suffix] for suffix in SUFFIXES if name + suffix in self.drafts)
         cfg = next(own, self.cfg)
         parts = stored.parts(cfg, shape)
@@ -240,7 +240,7 @@ class _Accounting:
             ]
 
     def finish(self, folder: Path, draft: Path, unexpected: list[Tensor]) -> None:
-        """Raise one error if anything is wrong."""
+        """Raise one error with all faults, if there are any."""
         for stored in FORMATS:
             if stored.announced(self.cfg) and not any(stored.holds(self.found, name) for name in self.seen):
                 self.wrong.append(

@@ -25,7 +25,7 @@ from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
 
-# Bytes read at a time: they fit the caches next to a core, so that the copy into its place costs little.
+# Bytes read at a time: they fit the caches next to a core, so that their copy into the array costs little.
 _PIECE_BYTES = 1 << 20
 _MANY = 4
 
@@ -55,7 +55,7 @@ def load_folder(
 ) -> Loaded:
     """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``.
 
-    keep: names of the ways to store weights (``formats.STORED``) in which they stay in memory.
+    keep: names of the ways of storing (``formats.STORED``) in which weights stay in memory.
     """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
@@ -78,7 +78,7 @@ def load_plan(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Read the tensors of a plan. own: its duplicates to keep beside the trunk's tensors, as they differ.
+    """Read the tensors of a plan. own: duplicates that differ from the trunk's tensors, and are kept.
 
     Raises CheckpointError, ConfigError.
     """
@@ -182,8 +182,7 @@ def read_slice(
 ) -> np.ndarray:
     """The part ``index`` of a parameter as a new array of dtype ``kind``; only its bytes are read.
 
-    Of a dimension of a tensor that the parameter splits (heads x head dim), only whole groups can be asked
-    for.
+    Where a parameter splits a tensor's dimension (heads x head dim), ``index`` must take whole groups.
     """
     bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
     names = spec_names(spec)
@@ -234,7 +233,7 @@ def _fill(
         width = shape[2]
         columns = range(bounds[1][0] * width, bounds[1][1] * width)
         copy(out.reshape(out.shape[0], -1), range(*bounds[0]), columns)
-    else:  # rows are split into groups, of which the parameter may be a part
+    else:  # rows are split into groups; a parameter may be a part of each
         height, (first, _) = spec.tensor_shape[0] // shape[0], spec.rows or (0, 0)
         for i, group in enumerate(range(*bounds[0])):
             start = group * height + first

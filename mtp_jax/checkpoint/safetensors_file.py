@@ -1,9 +1,9 @@
 """Safetensors files: checked by the ``safetensors`` library, read here, a few rows of a tensor at a time.
 
-No checkpoint is mapped: a process that touches a mapped page of a file which another has truncated is ended
-by SIGBUS. The library maps the files that it opens, and knows no float8 in numpy. So it is given a file in
-memory that has the header and the length of the checkpoint's, and returns its entries. It refuses gaps and
-overlaps, so a tensor's place follows from the sizes of the tensors before it.
+No checkpoint is mapped, because SIGBUS ends a process that touches a mapped page of a file which another
+process has truncated. The library maps the files that it opens, and has no float8 in numpy. So it gets a file
+in memory with the header and the length of the checkpoint's file, and returns its entries. It refuses gaps
+and overlaps, so a tensor's place follows from the sizes of the tensors before it.
 """
 
 import math
@@ -31,7 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }  # fmt: skip
-_LENGTH = 8  # bytes before the header, which say how many it has
+_LENGTH = 8  # bytes before the header, with its length
 _MOST_HEADER = 100_000_000  # bytes: the library refuses a longer header by its length
 
 
@@ -75,8 +75,7 @@ class SafetensorsFile:
     """An open file, closed when nothing refers to it any more. Any thread may read.
 
     Attributes:
-        path: where it was opened.
-        size: bytes that it had then.
+        path: its path when it was opened. size: its bytes at that time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,7 +96,7 @@ class SafetensorsFile:
                 at += got
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        self._check()  # the bytes are of the file that was opened, and none is missing
+        self._check()  # the file is still the opened file, with all its bytes
         found.flags.writeable = False
         return found
 
@@ -115,7 +114,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The bytes of one array of the caller, in the place of a file. ``path`` is for messages."""
+    """The bytes of a caller's array, in place of a file. ``path`` is for messages."""
 
     path: Path
     data: np.ndarray
@@ -179,7 +178,7 @@ def _declared(file: SafetensorsFile) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _in_memory() -> IO[bytes]:
-    """A new file without a name, in memory where the system has such files. Holes in it take no room."""
+    """A new file without a name, in memory where the system has such files; holes in it take no memory."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("header"), "w+b")
     return tempfile.TemporaryFile()

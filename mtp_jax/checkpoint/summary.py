@@ -36,7 +36,7 @@ _NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STOR
 
 @dataclass(frozen=True)
 class Stored:
-    """Tensors of one dtype: how many, their elements and their bytes."""
+    """Tensors of one dtype: their number, elements and bytes."""
 
     tensors: int
     elements: int
@@ -54,7 +54,7 @@ class Summary:
             or "declared" where there is no tensor at all; None without any.
         files: how many safetensors files there are.
         stored: tensors on disk that will be read, by dtype ("BF16", "F8_E4M3", ...).
-        parameters: number in the trunk, embedding and head included (a tied one once).
+        parameters: number in the trunk, embedding and head included (tied tables count once).
         active_parameters: number in the trunk that one token uses.
         nextn_parameters: number in the NextN layers without copies of the trunk's embedding and head, or in
             the draft head.
@@ -125,7 +125,7 @@ def _head(head: Head) -> str:
 
 
 def by_dtype(nbytes: dict[str, int]) -> str:
-    """Byte counts by dtype, for people."""
+    """Byte counts by dtype, as text."""
     return ", ".join(f"{_size(n)} as {k}" for k, n in nbytes.items())
 
 
@@ -138,11 +138,10 @@ def summarise(
 ) -> Summary:
     """Check a folder in Hugging Face layout, or an Orbax folder, and count its tensors; no weights are read.
 
-    A folder without weights is described as its config.json declares it. num_nextn_layers: how many NextN
-    layers to count; None for all. devices: of the mesh that weights are split over. draft_captures: as for
-    ``load``.
-    Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that does not divide
-    over the devices.
+    A folder without weights is described as its config.json declares it. num_nextn_layers: number of NextN
+    layers to count; None for all. devices: number of devices over which weights are split. draft_captures: as
+    for ``load``. Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that
+    does not divide over the devices.
     """
     stored: dict[str, Stored] = {}
     if is_orbax(model_dir):
@@ -190,7 +189,7 @@ def _has_no_weights(path: Path) -> bool:
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
     """The model that config.json promises.
 
-    If it announces FP8, every weight that may have it is taken to; if int4, the experts.
+    If it announces FP8, every weight that may be FP8 counts as FP8; if int4, the experts count as int4.
     """
     cfg, raw = read_config(path)
     if num_nextn_layers is not None:
@@ -272,7 +271,7 @@ def _add(stored: dict[str, Stored], name: str, elements: int, nbytes: int) -> No
 
 
 def _size(nbytes: int) -> str:
-    """A byte count for people: four digits and a unit."""
+    """A byte count as text: four digits and a unit."""
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]

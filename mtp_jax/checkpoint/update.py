@@ -38,9 +38,9 @@ def read_update(
     """Read every parameter of a model to the host.
 
     Args:
-        cfg: the model in memory, with the NextN layers that it has there.
+        cfg: the model in memory, with its NextN layers there.
         now: its parameters, or a tree of their shapes.
-        source: the tensors of the trunk, and of the NextN layers unless they come from elsewhere.
+        source: the tensors of the trunk, and of the NextN layers unless ``draft_model`` has them.
         draft_model: a folder with the NextN layers, in any layout that ``load`` takes.
         dtype: their dtype in memory, as at the load.
         keep_draft: leave the NextN layers as they are; ``source`` need not have them.
@@ -87,7 +87,7 @@ def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> 
 
 
 def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
-    """The tensors, and the model as they have it: in FP8, in int4, or not."""
+    """The tensors, and the model's config with their formats: FP8, int4, or none."""
     group = cfg.int4_group
     if isinstance(source, Mapping):
         folder = as_folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
@@ -115,7 +115,7 @@ _FREE = FREE - {"num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", 
 
 
 def _own_copies(now: Params) -> frozenset[str]:
-    """Names of the embeddings and heads that NextN layers in memory have of their own."""
+    """Names of the own embeddings and heads that NextN layers in memory have."""
     names = set()
     for k, layer in enumerate(now.nextn):
         embed, head = nextn_copies(len(now.layers), k)
@@ -128,7 +128,7 @@ def _own_copies(now: Params) -> frozenset[str]:
 def _share(plan: Plan, own: frozenset[str]) -> None:
     """Embeddings and heads of NextN layers must be shared with the trunk where they are in memory.
 
-    One that memory has and the update has not is the trunk's.
+    A table that memory has and the update lacks is the trunk's.
     """
     for name in own - plan.duplicates.keys():
         plan.tensors[name] = plan.tensors[copied_from(plan.config, name)]

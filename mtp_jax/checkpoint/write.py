@@ -30,7 +30,7 @@ _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor to write; ``data`` gives its values, of dtype ``DTYPES[dtype]``, when asked."""
+    """A tensor to write; ``data()`` returns its values, of dtype ``DTYPES[dtype]``."""
 
     name: str
     dtype: str
@@ -84,7 +84,7 @@ def save_checkpoint(
 
 
 def check_no_narrow(params: Params) -> None:
-    """Raises CheckpointError for weights that were kept narrow: a written folder has one dtype."""
+    """Raises CheckpointError for narrow weights, as a written folder has one dtype."""
     kinds = {type(x).__name__.lower() for x in jax.tree.leaves(params, is_leaf=is_narrow) if is_narrow(x)}
     if kinds:
         raise CheckpointError(
@@ -95,9 +95,9 @@ def check_no_narrow(params: Params) -> None:
 def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     """Write the NextN layers of a model to a folder of their own, in the lmsys layout that SGLang reads.
 
-    Tensors are copied byte for byte, narrow weights with all of theirs; copies of the trunk's embedding and
-    head are left out.
-    Raises CheckpointError if the model has no NextN layer or the folder holds anything.
+    Tensors are copied byte for byte, all tensors of narrow weights included; copies of the trunk's embedding
+    and head are left out. Raises CheckpointError if the model has no NextN layer or the folder holds
+    anything.
     """
     plan, out = make_plan(model_dir), new_folder(out_dir)
     first, layers = plan.config.num_hidden_layers, plan.config.num_nextn_predict_layers
@@ -122,12 +122,12 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     write_json(out / "config.json", {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | changes)
 
 
-# Keys of config.json about each layer of the trunk's indexers.
+# Keys of config.json with a value for each trunk layer's indexer.
 _OF_TRUNK_LAYERS = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
 def new_folder(path: str | Path) -> Path:
-    """The path of a folder to write, which is not made yet. Raises CheckpointError if it holds anything."""
+    """The path of a folder to write, which is not created yet. Raises CheckpointError if it is not empty."""
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there already and not empty; name a new folder or an empty one")
@@ -172,7 +172,7 @@ def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
     if got != tree or [a.shape for a in arrays] != [s.shape for s in specs]:
         raise CheckpointError("the parameters are not those of this config: their tree or shapes differ")
 
-    @functools.lru_cache(maxsize=3)  # tensors of one array are written together, of kv_b_proj from two
+    @functools.lru_cache(maxsize=3)  # tensors of an array are written together; kv_b_proj has two arrays
     def host(i: int) -> np.ndarray:
         return np.asarray(arrays[i])
 
@@ -187,7 +187,7 @@ def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
 
         def data() -> np.ndarray:
             values = [host(i)[at] for i, at in parts]
-            # kv_b_proj is held as two parts of every head's rows, in the order of these rows.
+            # kv_b_proj is stored as two parameters, each with a part of every head's rows, in their order.
             value = values[0] if len(values) == 1 else np.concatenate(values, axis=1)
             return value.reshape(spec.tensor_shape).astype(DTYPES[kind])
 

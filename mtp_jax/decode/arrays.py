@@ -4,9 +4,8 @@
 take and return them with jax arrays in their fields.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
@@ -131,8 +130,17 @@ class Result:
     prompt: TopLogprobs | None = None
 
 
-MaskMaker = Callable[[np.ndarray | None], np.ndarray]
-"""Maps drafts [B, K], or None before there are any, to the allowed tokens: uint32 [B, W, ceil(V / 32)]."""
+@runtime_checkable
+class MaskMaker(Protocol):
+    """Makes the masks of a step, see ``allowed`` in ``engine/structured.py``."""
+
+    def __call__(self, drafts: np.ndarray | None, parents: np.ndarray | None = None, /) -> np.ndarray:
+        """Map drafts [B, K] to the tokens allowed at each node of the window: uint32 [B, W, ceil(V / 32)].
+
+        drafts: None before there are any. parents: [B, K] of trees; None: chains (see ``Drafts``).
+        """
+        ...
+
 
 PageData = tuple[np.ndarray, ...]
 """Contents of some pages, enough for a sequence to go on from: the trunk's and the drafter's part, in the

@@ -25,22 +25,6 @@ class SamplingMode:
     structured: bool = False
 
 
-@dataclass(frozen=True)
-class Topology:
-    """The tree of a window's nodes: node 0 is the newest token, the other nodes are drafts.
-
-    Attributes:
-        parents: for each draft the node that it follows, which has a smaller index.
-    """
-
-    parents: tuple[int, ...]
-
-    @classmethod
-    def chain(cls, depth: int) -> "Topology":
-        """A chain: each draft follows the draft before it."""
-        return cls(tuple(range(depth)))
-
-
 class Finish(IntEnum):
     """Why a slot switched itself off, in the last column of ``StepResult.packed``."""
 
@@ -71,7 +55,6 @@ class StepKey:
         depth: drafts of each slot.
         pages: page-table columns.
         mode: static sampling choices.
-        topology: the windows' tree; None: the drafter's own for this depth.
         tokens: number of tokens of each prompt; 0: no chunk.
         prompts: number of prompts per data shard.
         prompt_logprobs: number of log-probabilities per token of a prompt, besides its own; None: none.
@@ -82,7 +65,6 @@ class StepKey:
     depth: int
     pages: int
     mode: SamplingMode
-    topology: Topology | None = None
     tokens: int = 0
     prompts: int = 0
     prompt_logprobs: int | None = None
@@ -129,7 +111,6 @@ class StepKey:
             and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
             and self.room >= need.depth
             and self.pages >= need.pages
-            and self.topology == need.topology
             and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
             and own.structured >= wanted.structured
             and _width(own.logprobs) >= _width(wanted.logprobs)

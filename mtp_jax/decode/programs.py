@@ -230,7 +230,9 @@ class Programs:
         if self.model.on.mesh is not None:
             rows = state.slots.length.sharding
             where = jax.tree.map(lambda _: rows, drafts)
-            where = where.replace(tokens=self._everywhere)  # the host reads them
+            tree = drafts.parents is not None
+            # The host reads them.
+            where = where.replace(tokens=self._everywhere, parents=self._everywhere if tree else None)
             drafts = jax.tree.map(
                 lambda a, by: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by), drafts, where
             )

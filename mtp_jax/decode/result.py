@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Int
 from mtp_jax.decode.arrays import TopLogprobs
 from mtp_jax.decode.keys import Finish
 from mtp_jax.decode.state import Slots
+from mtp_jax.decode.tree import along
 from mtp_jax.decode.verify import Verdict
 
 
@@ -54,6 +55,8 @@ class Emitted(struct.PyTreeNode):
 def emit(verdict: Verdict, drafts: Int[Array, "B K"], s: Slots, healthy: Bool[Array, "B W"]) -> Emitted:
     """Cut the accepted tokens at the first stop token, at max_tokens, and before the first NaN."""
     width = drafts.shape[1] + 1
+    if verdict.path is not None:
+        healthy, drafts = along(verdict.path, healthy), along(jnp.maximum(verdict.path[:, 1:] - 1, 0), drafts)
     index = jnp.arange(width)
     accepted = verdict.accepted[:, None]
     tokens = jnp.where(index < accepted, jnp.pad(drafts, ((0, 0), (0, 1))), verdict.token[:, None])

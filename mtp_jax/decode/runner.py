@@ -146,7 +146,8 @@ class LocalRunner(DeviceRunner):
             if masks is None:
                 raise ValueError(f"{key} is structured: it needs masks")
             self.state, drafts = self.programs.draft_phase(key, self.params, self.state, masks(None))
-            allowed = masks(np.asarray(drafts.tokens))
+            parents = None if drafts.parents is None else np.asarray(drafts.parents)
+            allowed = masks(np.asarray(drafts.tokens), parents)
             self.state, result = self.programs.verify_phase(
                 key, self.params, self.state, drafts, allowed, chunk
             )

@@ -65,18 +65,23 @@ def count_tokens(s: SamplingState, tokens: Int[Array, "B W"]) -> SamplingState:
 
 
 def window_counts(
-    counts: Int[Array, "B V"], tokens: Int[Array, "B W"], position: Int[Array, " n"] | None = None
+    counts: Int[Array, "B V"],
+    tokens: Int[Array, "B W"],
+    position: Int[Array, " n"] | None = None,
+    lineage: Int[Array, "B W"] | None = None,
 ) -> Int[Array, "B n V"]:
     """The output counts at these positions of a window, as without speculation; None: all positions.
 
     `counts` already holds tokens[:, 0], the slot's newest token; position i adds tokens[:, 1..i], the drafts
     it is conditioned on. Penalties therefore evolve inside the window exactly as they do token by token.
+    lineage: of the nodes of a tree, see ``tree.lineage``: a node adds the drafts on the way to it.
     """
     position = (jnp.arange(tokens.shape[1]) if position is None else position)[:, None]
     ids = jnp.arange(counts.shape[1], dtype=tokens.dtype)
     seen = counts[:, None] + jnp.zeros_like(position)
     for i in range(1, tokens.shape[1]):  # elementwise, so that it fuses with its reader
-        seen += (tokens[:, i, None, None] == ids) & (position >= i)
+        before = position >= i if lineage is None else (lineage[..., None] >> (i - 1) & 1).astype(bool)
+        seen += (tokens[:, i, None, None] == ids) & before
     return seen
 
 

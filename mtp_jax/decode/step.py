@@ -14,7 +14,7 @@ grammar is therefore launched as two programs, ``Step.draft`` and ``Step.verify`
 the chunk; every other step is both in one program.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, Features
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
-from mtp_jax.decode.keys import DraftKey, Finish, SamplingMode, StepKey, Topology
+from mtp_jax.decode.keys import DraftKey, Finish, SamplingMode, StepKey
 from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
 from mtp_jax.decode.rows import Rows
@@ -46,6 +46,7 @@ from mtp_jax.decode.sampling import (
     window_counts,
 )
 from mtp_jax.decode.state import Slots, State, put_slots, take_slots
+from mtp_jax.decode.tree import along
 from mtp_jax.decode.verify import Verdict
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
@@ -69,27 +70,31 @@ def accept_drafts(
     mode: SamplingMode,
     allowed: UInt32[Array, "B W words"] | None,
 ) -> Verdict:
-    """Which drafts each row keeps, and the token after them."""
+    """Which drafts each row keeps, and the token after them. Raises ConfigError."""
     count = num_drafts(s, drafts)
     if drafts.probs is None:
-        return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, count)
-    counts, index = window_counts(s.sampling.counts, window), jnp.arange(window.shape[1])
-    generated = s.generated[:, None] + index
+        return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, count, drafts.parents)
+    if drafts.parents is not None and mode.verifier != "coupled":
+        raise ConfigError(
+            f"verifier = {mode.verifier!r} for a tree of drafts; sampled trees are verified by 'coupled'"
+        )
+    counts = window_counts(s.sampling.counts, window, lineage=drafts.lineage)
+    generated = s.generated[:, None] + drafts.steps
     adjusted, probs = adjust(logits, s.sampling, counts, generated, allowed), drafts.probs
 
     def sampled() -> Verdict:
         target = distribution(adjusted, s.sampling)
         if mode.verifier == "coupled":
-            positions = s.length[:, None] + index
+            positions = s.length[:, None] + drafts.steps
             keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
-            return verify.coupled(keys, target, drafts.tokens, count)
+            return verify.coupled(keys, target, drafts.tokens, count, drafts.parents)
         accept = row_keys(s.sampling.seed, s.length, Purpose.ACCEPT)
         residual = row_keys(s.sampling.seed, s.length, Purpose.RESIDUAL)
         run = verify.block if mode.verifier == "block" else verify.rejection
         return run(accept, residual, target, probs, drafts.tokens, count)
 
     def likely() -> Verdict:
-        return verify.greedy(likeliest(adjusted), drafts.tokens, count)
+        return verify.greedy(likeliest(adjusted), drafts.tokens, count, drafts.parents)
 
     return jax.lax.cond(draws(s.sampling), sampled, likely)
 
@@ -153,11 +158,6 @@ class Step:
     ) -> tuple[State, Drafts]:
         """The first half. allowed: masks of grammars at each draft, where known before drafting."""
         key, mode, depth = self.key, self.key.mode, self.key.room
-        topology = key.topology or self.drafter.topology(depth)
-        if topology != Topology.chain(depth):
-            raise ConfigError(
-                f"{topology} at depth {depth}; only chains of drafts, {Topology.chain(depth)}, are verified"
-            )
         s, own = take_slots(state.slots, key.slots), state.drafter.of(key.slots)
         s = s.replace(page_table=s.page_table[:, : key.pages])
         wanted = depth if wanted is None else wanted
@@ -202,10 +202,14 @@ class Step:
                 emitted = emit(verdict, drafts.tokens, s, healthy)
             with jax.named_scope("commit"):
                 defer = windows.tokens.shape[1] == 1 and chunk is None
-                after = _advance(s, emitted)
-                state = self._commit(params, state, windows, features[0], emitted.count, after, defer)
+                after, observed = _advance(s, emitted), features[0]
+                if verdict.path is not None:
+                    state, windows = self._moved(state, windows, verdict.path, emitted.count)
+                    observed = tuple(along(verdict.path, x) for x in observed)
+                state = self._commit(params, state, windows, observed, emitted.count, after, defer)
             accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
             packed = pack(emitted, accepted, drafted, drafts.source)
+            scores = None if scores is None else along(verdict.path, scores)
             results.append(StepResult(packed, self._top(scores, emitted)))
         if prompts and chunk is not None:
             with jax.named_scope("first_token"):
@@ -235,11 +239,13 @@ class Step:
     ) -> tuple[Verdict, Bool[Array, "B W"]]:
         """The verdict, and whether logits are finite. logits: None where the likeliest tokens are enough."""
         count = num_drafts(s, drafts)
+        if self.law is not None and drafts.parents is not None:
+            raise ConfigError("synthetic acceptance keeps drafts of chains; this drafter makes trees")
         if logits is None:
             with jax.named_scope("verify"):  # the head belongs to the trunk's pass
                 ids, healthy = best_tokens(hidden, params.table, self.model.on)
             with jax.named_scope("accept"):
-                verdict = verify.greedy(ids, drafts.tokens, count)
+                verdict = verify.greedy(ids, drafts.tokens, count, drafts.parents)
                 if self.law is not None:
                     kept = forced.kept(self.law, s, drafts.tokens, count)
                     token = jnp.take_along_axis(ids, kept[:, None], axis=1)[:, 0]
@@ -253,6 +259,16 @@ class Step:
                 token = _token_after(logits, window, drafts, s, mode, kept)
                 verdict = forced.instead(verdict, Verdict(kept, token))
             return verdict, all_finite(logits)
+
+    def _moved(
+        self, state: State, rows: Rows, path: Int[Array, "B W"], count: Int[Array, " B"]
+    ) -> tuple[State, Rows]:
+        """The first ``count`` nodes of a tree's path as a chain: in the trunk's caches, and as rows."""
+        index, length = jnp.arange(path.shape[1]), rows.slots.length[:, None]
+        target = jnp.where((index < count[:, None]) & (path != index), length + index, -1)
+        caches = trunk.moved(state.trunk, self.model.on, rows.view.page_table, length + path, target)
+        rows = rows._replace(tokens=along(path, rows.tokens), positions=length + index)
+        return state.replace(trunk=caches), rows
 
     def _commit(
         self,
@@ -308,11 +324,10 @@ def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
     tokens = jnp.maximum(jnp.concatenate([s.newest[:, None], drafts.tokens], axis=1), 0)
     index = jnp.arange(tokens.shape[1])
     count = jnp.where(s.active, num_drafts(s, drafts) + 1, 0)
-    positions = s.length[:, None] + index
-    written = jnp.where(index < count[:, None], positions, -1)
-    return Rows(
-        which, s, tokens, positions, PagedView(s.page_table[:, :pages], written, chain(s.length, count))
-    )
+    written = jnp.where(index < count[:, None], s.length[:, None] + index, -1)
+    visible = replace(chain(s.length, count), ancestors=drafts.lineage)
+    view = PagedView(s.page_table[:, :pages], written, visible)
+    return Rows(which, s, tokens, s.length[:, None] + drafts.steps, view)
 
 
 def _advance(s: Slots, emitted: Emitted) -> Slots:

@@ -18,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from mtp_jax.decode.sampling import gumbel_sample, sample
+from mtp_jax.decode.tree import along, depths, lineage
 
 
 class Verdict(struct.PyTreeNode):
@@ -25,10 +26,22 @@ class Verdict(struct.PyTreeNode):
 
     accepted: Int[Array, " B"]  # 0..num_drafts
     token: Int[Array, " B"]  # the correction or the bonus; NO_TOKEN if the target's distribution was NaN
+    # Node 0 and the nodes of the accepted drafts in order, then anything; None: a chain's, the first nodes.
+    path: Int[Array, "B W"] | None = None
 
 
-def greedy(target_ids: Int[Array, "B W"], drafts: Int[Array, "B K"], num_drafts: Int[Array, " B"]) -> Verdict:
-    """Keep drafts while they equal target_ids, the target's tokens at their position."""
+def greedy(
+    target_ids: Int[Array, "B W"],
+    drafts: Int[Array, "B K"],
+    num_drafts: Int[Array, " B"],
+    parents: Int[Array, "B K"] | None = None,
+) -> Verdict:
+    """Keep drafts while they equal target_ids, the target's tokens at their position.
+
+    parents: of a tree, down which this is a ``walk``.
+    """
+    if parents is not None:
+        return walk(target_ids, drafts, num_drafts, parents)
     index = jnp.arange(drafts.shape[1])
     # A draft that is NO_TOKEN never matches, not even a target that is NO_TOKEN too.
     hit = (drafts == target_ids[:, :-1]) & (drafts >= 0) & (index < num_drafts[:, None])
@@ -36,20 +49,45 @@ def greedy(target_ids: Int[Array, "B W"], drafts: Int[Array, "B K"], num_drafts:
     return Verdict(accepted, jnp.take_along_axis(target_ids, accepted[:, None], axis=1)[:, 0])
 
 
+def walk(
+    target_ids: Int[Array, "B W"],
+    drafts: Int[Array, "B K"],
+    num_drafts: Int[Array, " B"],
+    parents: Int[Array, "B K"],
+) -> Verdict:
+    """Walk down a tree (``tree``), from the newest token to the child that is the target's token at its node.
+
+    The walk ends at a node without such a child, with the target's token there. Of children that are the same
+    token the first is taken. The emitted tokens are the target's at every node, under any tree.
+    """
+    bits, index = lineage(parents), jnp.arange(drafts.shape[1])
+    hit = (drafts == along(parents, target_ids)) & (drafts >= 0) & (index < num_drafts[:, None])
+    first = hit[:, None] & (parents[:, None] == parents[..., None]) & (index < index[:, None])
+    hit &= ~first.any(axis=2)
+    missed = jnp.sum(jnp.where(hit, 0, 1 << index), axis=1)
+    reached, nodes = bits & missed[:, None] == 0, jnp.arange(bits.shape[1])
+    here = reached[:, None] & (depths(bits)[:, None] == nodes[:, None])
+    path, accepted = jnp.sum(jnp.where(here, nodes, 0), axis=2), jnp.sum(reached, axis=1) - 1
+    last = along(accepted[:, None], path)
+    return Verdict(accepted, along(last, target_ids)[:, 0], path)
+
+
 def coupled(
     keys: Key[Array, "B W"],
     target: Float[Array, "B W V"],
     drafts: Int[Array, "B K"],
     num_drafts: Int[Array, " B"],
+    parents: Int[Array, "B K"] | None = None,
 ) -> Verdict:
     """Keep drafts while they equal the target's draws at their position (Gumbel coupling, arXiv 2408.07978).
 
     keys: keys of the position that each token follows. The emitted tokens are the target's draws with them,
-    under any drafts, their number and their law: a seed gives one text at every depth, 0 included. Drafts
-    drawn with the same keys (``gumbel_sample``) equal the target's draw with probability (1 - d) / (1 + d) or
-    more, d the total variation distance of the two distributions; rejection sampling keeps 1 - d of them.
+    under any drafts, their number, their law and their tree: a seed gives one text at every depth, 0
+    included. Drafts drawn with the same keys (``gumbel_sample``) equal the target's draw with probability
+    (1 - d) / (1 + d) or more, d the total variation distance of the two distributions; rejection sampling
+    keeps 1 - d of them.
     """
-    return greedy(gumbel_sample(keys, target), drafts, num_drafts)
+    return greedy(gumbel_sample(keys, target), drafts, num_drafts, parents)
 
 
 def rejection(

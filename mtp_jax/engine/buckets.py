@@ -104,7 +104,7 @@ class Buckets:
             mode = replace(mode, logprobs=widest)
             tokens, together = prompts.tokens, max(map(len, prompts.requests))
         windows = (config.pages_for_step(bound, depth, most) for bound, most in rows)
-        return StepKey(slots, depth, max([pages, *windows]), mode, None, tokens, together, scores)
+        return StepKey(slots, depth, max([pages, *windows]), mode, tokens, together, scores)
 
     def slots(self, count: int) -> int:
         """Slots of the smallest step that reaches ``count`` slots."""
@@ -233,13 +233,13 @@ class Buckets:
         for p in pages:
             narrow = p == pages[0]
             alone = sizes if narrow else sizes[-1:]
-            rest += [StepKey(0, 0, p, SamplingMode(), None, size, 1) for size in alone]
+            rest += [StepKey(0, 0, p, SamplingMode(), size, 1) for size in alone]
             for b in slots if narrow else dict.fromkeys((slots[0], slots[-1])):
                 rest += [StepKey(b, d, p, sampled) for d in reversed(depths)]
             ends = dict.fromkeys((depths[-1], depths[0]))
             for size in (sizes[1:] or sizes) if narrow else sizes[-1:]:
                 for n, d in product(dict.fromkeys((1, self._together(size))), ends):
-                    rest.append(StepKey(slots[-1], d, p, sampled, None, size, n))
+                    rest.append(StepKey(slots[-1], d, p, sampled, size, n))
         if structured:
             rest.append(StepKey(slots[0], deepest, pages[0], replace(sampled, structured=True)))
         return [*self._page_keys, *first], [k for k in dict.fromkeys(rest) if k not in first]
@@ -260,7 +260,7 @@ class Buckets:
         scored = replace(sampled, logprobs=MAX_LOGPROBS, structured=structured)
         plain = StepKey(every, deepest, pages, sampled)
         prompts = _scoring(StepKey(0, 0, pages, SamplingMode(logprobs=MAX_LOGPROBS)), sizes[-1])
-        short = StepKey(0, 0, pages, SamplingMode(), None, sizes[-2:][0], 1)
+        short = StepKey(0, 0, pages, SamplingMode(), sizes[-2:][0], 1)
         beside = replace(plain, tokens=sizes[-1], prompts=1)
         undrafted = [replace(plain, depth=0)] if config.adaptive_depth else []
         first = [prompts, replace(plain, mode=scored)]

@@ -60,9 +60,9 @@ class LeaderRunner(Runner):
     def _do(self, launch: Launch[T], masks: MaskMaker | None) -> Pending[T]:
         """Launch on every rank. Masks go to the log as they are made."""
 
-        def sent(drafts: np.ndarray | None) -> np.ndarray:
+        def sent(drafts: np.ndarray | None, parents: np.ndarray | None = None) -> np.ndarray:
             assert masks is not None
-            allowed = masks(drafts)
+            allowed = masks(drafts, parents)
             self._log.send(Masks(allowed))
             return allowed
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import UInt32
 
 from mtp_jax.decode.arrays import Chunk, SamplingState, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey, Topology
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import Launch
 from mtp_jax.wire.connection import WireError
 
@@ -99,7 +99,7 @@ class Masks(Message):
     allowed: UInt32[Any, "B W words"]
 
 
-_PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, SamplingMode, Topology)
+_PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, SamplingMode)
 KINDS: Mapping[str, type] = {
     kind.__name__: kind for kind in (*Message.__subclasses__(), *Launch.__subclasses__(), *_PARTS)
 }

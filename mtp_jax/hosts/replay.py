@@ -63,7 +63,7 @@ class _Follower:
                 self._programs[job].set_result(self._runner.programs.build(key))
                 self._log.compiled(job)
 
-    def _masks(self, drafts: np.ndarray | None) -> np.ndarray:
+    def _masks(self, drafts: np.ndarray | None, parents: np.ndarray | None = None) -> np.ndarray:
         """The leader's masks, which it made from the same drafts."""
-        del drafts
+        del drafts, parents
         return self._log.expect(Masks).allowed

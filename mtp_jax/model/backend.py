@@ -31,7 +31,7 @@ from mtp_jax.model.attention.kind import Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
 from mtp_jax.model.attention.source import Paged, Whole
-from mtp_jax.model.cache import Cache, Entries, LayerCache, Tree, Views, WholeCache
+from mtp_jax.model.cache import Cache, Entries, LayerCache, Tree, Views, WholeCache, rows_at
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.experts.cpu import CpuExperts
@@ -204,6 +204,22 @@ class Backend:
         with jax.named_scope("cache_write"):
             run = sharded(self.write_rows, self.mesh, (paged, per_slot, per_slot, per_slot), paged)
             return run(pages, rows, page_table, written)
+
+    def move(
+        self, pages: Tree, page_table: Int[Array, "B n"], source: Int[Array, "B W"], target: Int[Array, "B W"]
+    ) -> Tree:
+        """A tree of pages [P, S, c] in which each slot's rows ``source`` are its rows ``target``, too.
+
+        All are read before one is written. Negative targets are not written.
+        """
+
+        def local(pages: Tree, table: Array, source: Array, target: Array) -> Tree:
+            return self.write_rows(pages, rows_at(pages, table, source), table, target)
+
+        paged, per_slot = partition("pages"), partition("slots")
+        with jax.named_scope("cache_move"):
+            run = sharded(local, self.mesh, (paged, per_slot, per_slot, per_slot), paged)
+            return run(pages, page_table, source, target)
 
     def repeated(
         self,

@@ -148,6 +148,13 @@ def places(
     return page.reshape(-1), (written % size).reshape(-1), inside.reshape(-1)
 
 
+def rows_at(pages: Tree, page_table: Int[Array, "B n"], rows: Int[Array, "B W"]) -> Tree:
+    """Rows by their number in their slot, as a tree of ``pages`` [P, S, c] holds them: [B, W, c]."""
+    count, size = jax.tree.leaves(pages)[0].shape[:2]
+    page, offset, _ = places(count, size, page_table, rows)
+    return jax.tree.map(lambda a: a[page, offset].reshape(*rows.shape, -1), pages)
+
+
 def read_rows(
     cache: LayerCache,
     page_table: Int[Array, "B n"],

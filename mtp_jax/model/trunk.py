@@ -208,6 +208,30 @@ def _looped(
     return x, cache, [jax.tree.map(itemgetter(i), routing) for i in numbers], taps
 
 
+def moved(
+    caches: tuple[LayerCache | Stack[LayerCache], ...],
+    on: Backend,
+    page_table: Int[Array, "B n"],
+    source: Int[Array, "B W"],
+    target: Int[Array, "B W"],
+) -> tuple[LayerCache | Stack[LayerCache], ...]:
+    """Every layer's cache with rows of each slot copied, see ``Backend.move``."""
+
+    def one(cache: LayerCache | Stack[LayerCache]) -> LayerCache | Stack[LayerCache]:
+        if not isinstance(cache, Stack):
+            return on.move(cache, page_table, source, target)
+        pages = jax.tree.leaves(cache)[0].shape[1]
+
+        def layer(i: Int[Array, ""], flat: LayerCache) -> LayerCache:
+            return on.move(flat, page_table + i * pages, source, target)
+
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)
+        flat = jax.lax.fori_loop(0, len(cache), layer, flat)
+        return Stack(jax.tree.map(lambda a: a.reshape(-1, pages, *a.shape[1:]), flat))
+
+    return tuple(map(one, caches))
+
+
 def _of_all(routed: Sequence[Routing | None], on: Backend) -> Routing:
     """The routing of all batches of a layer."""
     each = [r for r in routed if r is not None]

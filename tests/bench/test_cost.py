@@ -19,8 +19,8 @@ from tests import golden
     [
         StepKey(2, 3, 4, SamplingMode()),
         StepKey(1, 0, 4, SamplingMode()),
-        StepKey(0, 0, 4, SamplingMode(), None, 16, 1),
-        StepKey(2, 3, 4, SamplingMode(), None, 16, 1),
+        StepKey(0, 0, 4, SamplingMode(), 16, 1),
+        StepKey(2, 3, 4, SamplingMode(), 16, 1),
     ],
 )
 def test_quantised_weights_are_fewer_bytes_but_as_many_operations(key):
@@ -53,7 +53,7 @@ def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
 def test_nextn_rows_of_a_prompt_cost_their_merge_and_latents(variant):
     model = checkpoint.load(golden.model_dir(variant))
     plain = replace(model.params, nextn=())
-    key = StepKey(0, 0, 0, SamplingMode(), None, 16, 1)
+    key = StepKey(0, 0, 0, SamplingMode(), 16, 1)
     with_rows, without = (
         cost.of_launch(key, model.config, p, 16, "float32", 1) for p in (model.params, plain)
     )

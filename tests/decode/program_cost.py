@@ -117,7 +117,7 @@ def lowered(case: Case) -> Any:
     counts = [len(g) if isinstance(g, Stack) else None for g in groups]
     model, drafter = Model(cfg, on), build(cfg)
     state = abstract_state(model, drafter, StateShape(8, 128, 64, 16), groups=counts)
-    key = StepKey(case.slots, case.depth, 16, case.mode, None, case.tokens, int(case.tokens > 0))
+    key = StepKey(case.slots, case.depth, 16, case.mode, case.tokens, int(case.tokens > 0))
     return Programs(model, drafter, params, state)._lower(key)
 
 

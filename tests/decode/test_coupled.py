@@ -78,3 +78,50 @@ def test_the_verdict_keeps_what_the_target_draws():
         assert accepted[row] == count
     np.testing.assert_array_equal(verdict.token, own[np.arange(rows), accepted])
     assert len(np.unique(accepted)) == depth + 1
+
+
+def two_tokens(position: int) -> tuple[float, float, float, float]:
+    """Two siblings, drawn with the target's numbers: (p-values of tokens 1 and 2, rates of the drafts).
+
+    position: of the token behind a sibling: 1. The control's 0 draws it with the numbers of its parent.
+    """
+    rng = np.random.default_rng(5)  # these laws in any order of the tests
+    size, row = 5, np.arange(N)
+    laws = np.exp(rng.normal(size=(size + 1, size)))
+    laws = (laws / laws.sum(axis=1, keepdims=True)).astype(np.float32)
+    p, behind = laws[0], laws[1:]
+    q = p * np.exp(0.5 * rng.normal(size=size)).astype(np.float32)
+    root, child = keys(N), keys(N, position)
+    best = np.asarray(draw(root, jnp.tile(q, (N, 1))))
+    rest = np.tile(q, (N, 1))
+    rest[row, best] = 0
+    drafts = np.stack([best, draw(root, jnp.asarray(rest))], axis=1)
+    target = np.stack([np.tile(p, (N, 1)), behind[drafts[:, 0]], behind[drafts[:, 1]]], axis=1)
+    count, parents = jnp.full(N, 2), jnp.zeros((N, 2), jnp.int32)
+    each = jnp.stack([root, child, child], axis=1)
+    verdict = vf.coupled(each, jnp.asarray(target), jnp.asarray(drafts), count, parents)
+    assert verdict.path is not None
+    kept, node, token = (np.asarray(a) for a in (verdict.accepted > 0, verdict.path[:, 1], verdict.token))
+    first = np.where(kept, drafts[row, np.maximum(node - 1, 0)], token)
+    seen = np.zeros((size, size))
+    np.add.at(seen, (first[kept], token[kept]), 1)
+    wanted = seen.sum(1, keepdims=True) * behind
+    wanted *= seen.sum() / wanted.sum()
+    one = stats.chisquare(
+        np.bincount(first, minlength=size), p.astype(np.float64) / p.sum(dtype=np.float64) * N
+    )
+    two = stats.chisquare(seen.reshape(-1), wanted.reshape(-1), ddof=size - 1)
+    return one.pvalue, two.pvalue, np.mean(kept & (node == 1)), np.mean(kept & (node == 2))
+
+
+def test_trees_have_the_law_of_the_target():
+    one, two, first, second = two_tokens(1)
+    assert min(one, two) > 0.01
+    assert first > 0.5
+    assert second > 0.05
+
+
+def test_a_tree_that_draws_twice_with_one_number_would_show():
+    one, two, *_ = two_tokens(0)
+    assert one > 0.01
+    assert two < 1e-9

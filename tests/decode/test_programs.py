@@ -33,7 +33,7 @@ def test_every_program_of_an_engine_has_a_name_of_its_own():
     keys = [
         *(StepKey(b, k, p, mode) for b in (1, 8) for k in (0, 3) for p in pages for mode in modes),
         *(
-            StepKey(b, b, p, mode, None, t, count, prompt)
+            StepKey(b, b, p, mode, t, count, prompt)
             for b in (0, 8)
             for t in (16, 256)
             for p in pages
@@ -54,7 +54,7 @@ def chunk(
     prompts: int = 1,
     slots: int = 0,
 ) -> StepKey:
-    return StepKey(slots, 0, pages, replace(PLAIN, logprobs=logprobs), None, tokens, prompts, scores)
+    return StepKey(slots, 0, pages, replace(PLAIN, logprobs=logprobs), tokens, prompts, scores)
 
 
 @pytest.mark.parametrize(

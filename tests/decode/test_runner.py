@@ -88,7 +88,12 @@ class Stub:
     def _result(self, name: str) -> Any:
         if name == "flush":
             return Arriving(self.log, name)
-        nothing: dict[str, Any] = {"logprobs": None, "prompt": None, "tokens": np.zeros((1, 0))}
+        nothing: dict[str, Any] = {
+            "logprobs": None,
+            "prompt": None,
+            "tokens": np.zeros((1, 0)),
+            "parents": None,
+        }
         return SimpleNamespace(packed=Arriving(self.log, name), **nothing)
 
     def _of(
@@ -194,7 +199,7 @@ def test_a_structured_step_defers_its_work_too():
     runner, log = stubbed()
     with pytest.raises(ValueError, match="masks"):
         runner.do(Step(STRUCTURED))
-    runner.do(Step(STRUCTURED), lambda drafts: np.zeros((1, 1, 2), np.uint32))
+    runner.do(Step(STRUCTURED), lambda drafts, parents=None: np.zeros((1, 1, 2), np.uint32))
     runner.do(Move(1, 0))
     assert [e for e in log if " " not in e] == ["draft_phase", "verify_phase", "flush", "move"]
 

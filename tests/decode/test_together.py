@@ -103,7 +103,7 @@ def test_what_runs_together_is_what_runs_apart(mode, halves, mesh_shape):
     mesh = None if mesh_shape is None else make_mesh(*mesh_shape)
     params = tiny_params() if mesh is None else on_mesh(tiny_params(), mesh)
     model = Model(TINY, xla_cpu(mesh))
-    step = Step(model, DRAFTER, StepKey(SLOTS, DEPTH, PAGES, mode, None, TOKENS, 2, 5))
+    step = Step(model, DRAFTER, StepKey(SLOTS, DEPTH, PAGES, mode, TOKENS, 2, 5))
     whole, first, second = map(jax.jit, (step, step.draft, step.verify))
     steps, alone = (
         jax.jit(Step(model, DRAFTER, key))

@@ -58,7 +58,7 @@ def window(cfg: ModelConfig, entries: int, on: Backend) -> tuple[Any, Callable[[
 
 def predicted(cfg: ModelConfig, entries: int, params: Any) -> float:
     """Operations of the trunk over a window, as `mtp-jax profile` counts them."""
-    key = StepKey(0, 0, entries // PAGE, SamplingMode(), None, WINDOW, 1)  # and one row of the head
+    key = StepKey(0, 0, entries // PAGE, SamplingMode(), WINDOW, 1)  # and one row of the head
     return cost.of_launch(key, cfg, params, PAGE, "float32", 1).flops - 2 * cost.of_head(params).always / 4
 
 

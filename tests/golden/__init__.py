@@ -75,7 +75,7 @@ def raw_config(variant: str = "v3") -> dict:
 
 
 @functools.cache
-def expected(variant: str = "v3") -> dict[str, np.ndarray]:
-    """Its numbers; README.md explains the keys."""
-    with np.load(GOLDEN / variant / "expected.npz", allow_pickle=False) as file:
+def expected(variant: str = "v3", of: str = "expected") -> dict[str, np.ndarray]:
+    """Its numbers; README.md explains the keys. of: "trees": of an EAGLE-3 head's trees."""
+    with np.load(GOLDEN / variant / f"{of}.npz", allow_pickle=False) as file:
         return dict(file)

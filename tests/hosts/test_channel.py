@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey, Topology
+from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import Move, WritePages
 from mtp_jax.hosts import channel as channels
 from mtp_jax.hosts.channel import Channel, prepared
@@ -22,8 +22,8 @@ from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.signed import HEAD, TAG, Seals, Tags, framed
 
 KEYS = [
-    StepKey(4, 3, 2, SamplingMode("sampled", "block", 5, structured=True), None, 16, 2, 0),
-    StepKey(1, 2, 1, SamplingMode(), Topology.chain(2)),
+    StepKey(4, 3, 2, SamplingMode("sampled", "block", 5, structured=True), 16, 2, 0),
+    StepKey(1, 2, 1, SamplingMode()),
     DraftKey(2, 3),
     PageKey(8),
 ]

@@ -181,7 +181,8 @@ def test_every_operation_is_repeated_in_order(pair):
     runner, seen = pair.runner, list[Any]()
     assert runner.shards == 2
 
-    def masks(drafts: np.ndarray | None) -> np.ndarray:
+    def masks(drafts: np.ndarray | None, parents: np.ndarray | None = None) -> np.ndarray:
+        assert parents is None
         seen.append(None if drafts is None else drafts.tolist())
         return np.full((4, 4, 600), 2**32 - 1 - len(seen), np.uint32)
 

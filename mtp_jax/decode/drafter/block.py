@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source, Topology
+from mtp_jax.decode.keys import Source
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.block import Blocks
@@ -41,10 +41,6 @@ class Block:
     def features(self) -> tuple[int, ...]:
         """The head's taps."""
         return self.module.head.taps
-
-    def topology(self, depth: int) -> Topology:
-        """Each draft follows the one before it."""
-        return Topology.chain(depth)
 
     def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No keys and values; a slot has nothing beside its pages."""

@@ -7,7 +7,6 @@ from jaxtyping import Array, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.params import Params
@@ -20,10 +19,6 @@ class Nothing:
     vocab: int
     features: tuple[int, ...] = ()
     deferral: int = 0
-
-    def topology(self, depth: int) -> Topology:
-        """A chain, as of any drafter that another one may replace the drafts of."""
-        return Topology.chain(depth)
 
     def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No arrays."""

@@ -2,11 +2,12 @@
 
 from typing import Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.decode import tree
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Topology
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
@@ -30,6 +31,8 @@ class Drafts(struct.PyTreeNode):
         source: ``Source`` of each row's drafts.
         logits: behind the drafts; None if the drafter has none, or only the drafts are handed on.
         probs: the distribution of each draft, given the drafts before it; None in greedy steps.
+        parents: the node of the window's tree that each draft follows, an earlier one (``tree``), padding
+            too; None: a chain, in which each draft follows the one before it.
     """
 
     tokens: Int[Array, "B K"]
@@ -37,6 +40,18 @@ class Drafts(struct.PyTreeNode):
     source: Int[Array, " B"]
     logits: Float[Array, "B K V"] | None
     probs: Float[Array, "B K V"] | None
+    parents: Int[Array, "B K"] | None = None
+
+    @property
+    def lineage(self) -> Int[Array, "B W"] | None:
+        """The drafts up to each node of a tree (``tree.lineage``); None for a chain."""
+        return None if self.parents is None else tree.lineage(self.parents)
+
+    @property
+    def steps(self) -> Int[Array, "#B W"]:
+        """The number of drafts up to each node of the window."""
+        bits = self.lineage
+        return jnp.arange(self.tokens.shape[1] + 1)[None] if bits is None else tree.depths(bits)
 
 
 class Committed(struct.PyTreeNode):
@@ -77,10 +92,6 @@ class Drafter(Protocol):
     @property
     def deferral(self) -> int:
         """Calls of ``observe`` that defer work, after which ``flush`` must run; 0: it never needs to."""
-        ...
-
-    def topology(self, depth: int) -> Topology:
-        """How the drafts of a window hang together."""
         ...
 
     def empty(self, shape: StateShape, pages: int) -> DrafterState:

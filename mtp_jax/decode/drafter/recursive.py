@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source, Topology
+from mtp_jax.decode.keys import Source
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
@@ -74,10 +74,6 @@ class Recursive:
     def features(self) -> tuple[int, ...]:
         """The module's."""
         return self.module.features
-
-    def topology(self, depth: int) -> Topology:
-        """Each draft follows the one before it."""
-        return Topology.chain(depth)
 
     def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No entries, nothing deferred."""

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import MAX_DRAFTS, Source, Topology
+from mtp_jax.decode.keys import MAX_DRAFTS, Source
 from mtp_jax.decode.sampling import permits
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model.backend import Backend
@@ -59,10 +59,6 @@ class Suffix:
     def deferral(self) -> int:
         """The other drafter's: tokens are kept at once."""
         return self.other.deferral
-
-    def topology(self, depth: int) -> Topology:
-        """Each draft follows the one before it."""
-        return Topology.chain(depth)
 
     def empty(self, shape: StateShape, pages: int) -> DrafterState:
         """No tokens yet."""
@@ -158,9 +154,13 @@ def _replaced(
     if probs is not None:
         one_hot = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
         probs = jnp.where(use[:, None, None], one_hot, probs)
+    parents = drafts.parents
+    if parents is not None:
+        parents = jnp.where(use[:, None], jnp.arange(tokens.shape[1]), parents)
     return drafts.replace(
         tokens=jnp.where(use[:, None], tokens, drafts.tokens),
         count=jnp.where(use, count, drafts.count),
         source=jnp.where(use, Source.SUFFIX, drafts.source),
         probs=probs,
+        parents=parents,
     )

@@ -7,9 +7,11 @@ import pytest
 from mtp_jax.decode.bookkeeping import abstract_state, move
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.nothing import Nothing
-from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
-from mtp_jax.decode.keys import EXTRA_COLUMNS, Drafting, SamplingMode, StepKey, Topology
+from mtp_jax.decode.drafter.suffix import Suffix, _replaced
+from mtp_jax.decode.keys import EXTRA_COLUMNS, Drafting, SamplingMode, StepKey, Verifier
+from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape, put_slots, take_slots
 from mtp_jax.decode.step import Step
@@ -17,18 +19,19 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.trunk import Model
+from tests.decode.planted import LENGTH, Planted
 from tests.models import TINY, tiny_params
 
 SLOTS = 4
 
 
 def shapes(
-    drafter: Drafter, depth: int = 3, drafting: Drafting | None = None, topology: Topology | None = None
+    drafter: Drafter, depth: int = 3, drafting: Drafting | None = None, verifier: Verifier = "block"
 ) -> tuple[State, State, StepResult]:
     """The shapes of a state, and of the state and the result after a step."""
     model = Model(TINY, xla_cpu(experts="dense"))
     state = abstract_state(model, drafter, StateShape(SLOTS, SLOTS, 16, 1))
-    key = StepKey(2, depth, 1, SamplingMode(drafting, "block"), topology)
+    key = StepKey(2, depth, 1, SamplingMode(drafting, verifier))
     return state, *jax.eval_shape(Step(model, drafter, key), tiny_params(), state)
 
 
@@ -53,15 +56,36 @@ def test_the_layers_decide():
     assert build(TINY.with_nextn(())) == Nothing(TINY.vocab_size)
 
 
-def test_only_chains_are_verified():
-    tree = Topology((0, 0, 1))
-    assert Topology.chain(3).parents == (0, 1, 2)
-    shapes(build(TINY), topology=Topology.chain(3))
-    with pytest.raises(ConfigError, match=r"parents=\(0, 0, 1\).*only chains"):
-        shapes(build(TINY), topology=tree)
-    chain, other = (StepKey(4, 3, 1, SamplingMode(), t) for t in (None, tree))
-    assert not chain.covers(other)
-    assert not other.covers(chain)
+def test_trees_are_steps_of_the_same_shapes():
+    planted = Planted(NextNLayers(TINY), texts=((0,) * LENGTH,) * 2)
+    for drafter in (planted, Suffix(planted)):
+        for before, after, result in (shapes(drafter, 5), shapes(drafter, 5, "sampled", "coupled")):
+            assert after == before
+            assert result.packed.shape == (2, 6 + EXTRA_COLUMNS)
+
+
+def test_forced_acceptance_is_of_chains():
+    planted = Planted(NextNLayers(TINY), texts=((0,) * LENGTH,) * 2)
+    model = Model(TINY, xla_cpu(experts="dense"))
+    state = abstract_state(model, planted, StateShape(SLOTS, SLOTS, 16, 1))
+    step = Step(model, planted, StepKey(2, 3, 1, SamplingMode()), Law((0.5, 0.5, 0.5)))
+    with pytest.raises(ConfigError, match="of chains; this drafter makes trees"):
+        jax.eval_shape(step, tiny_params(), state)
+
+
+@pytest.mark.parametrize("verifier", ["block", "rejection"])
+def test_sampled_trees_have_one_verifier(verifier):
+    planted = Planted(NextNLayers(TINY), texts=((0,) * LENGTH,) * 2)
+    with pytest.raises(ConfigError, match=f"'{verifier}' for a tree of drafts.*'coupled'"):
+        shapes(planted, 5, "sampled", verifier)
+
+
+def test_a_match_is_a_chain_in_its_row():
+    tokens, parents = jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3), jnp.int32)
+    drafts = Drafts(tokens, tokens[:, 0], tokens[:, 0], None, None, parents)
+    found = _replaced(drafts, jnp.array([True, False]), tokens + 1, 3)
+    assert found.parents is not None
+    assert found.parents.tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
 def test_streams_that_the_trunk_has_are_handed_on():

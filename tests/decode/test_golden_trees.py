@@ -1,0 +1,122 @@
+"""Trees of an independent implementation, verified by a step: masks, tokens behind every node, the path."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.checkpoint import load
+from mtp_jax.decode import step
+from mtp_jax.decode.arrays import Chunk
+from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.protocol import Drafts
+from mtp_jax.decode.keys import ACCEPTED, COUNT, SamplingMode, StepKey
+from mtp_jax.decode.sampling import neutral_state
+from mtp_jax.decode.state import State, StateShape
+from mtp_jax.decode.step import Step, _windows, accept_drafts
+from mtp_jax.decode.verify import Verdict
+from mtp_jax.model.backend import xla_cpu
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.trunk import Model
+from tests.golden import EAGLES, expected, model_dir
+
+# Trees of a variant, nodes of the largest one, and rows for it and for the prompt before it.
+ROWS, WIDTH, PAGE, PROMPT = 2, 12, 64, 32
+Found = tuple[np.ndarray, Verdict, np.ndarray, np.ndarray]
+
+
+@functools.cache
+def programs(cfg: ModelConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """To read prompts, and to verify: (packed results, the verdict, logits, the rows that nodes see)."""
+    model, drafter, mode = Model(cfg, xla_cpu(experts="dense")), build(cfg), SamplingMode()
+
+    def judged(params: Any, state: State, drafts: Drafts) -> tuple[jax.Array, Verdict, jax.Array, jax.Array]:
+        seen = []
+
+        def recorded(logits: jax.Array, *rest: Any) -> Verdict:
+            seen.append((accept_drafts(logits, *rest), logits))
+            return seen[0][0]
+
+        with pytest.MonkeyPatch.context() as patch:  # while it is traced
+            patch.setattr(step, "accept_drafts", recorded)
+            verifying = Step(model, drafter, StepKey(ROWS, WIDTH - 1, 1, mode))
+            _, result = verifying.verify(params, state, drafts, None)
+        return result.packed, *seen[0], _windows(state, drafts, 1).view.visible.mask(WIDTH, PAGE)
+
+    key = StepKey(0, 0, 1, mode, tokens=PROMPT, prompts=ROWS)
+    return jax.jit(Step(model, drafter, key)), jax.jit(judged)
+
+
+@functools.cache
+def reader(variant: str) -> Callable[[Drafts], Found]:
+    """Verifies drafts that follow the prompt and its first token, in every slot."""
+    loaded, want = load(model_dir(variant), dtype="float32"), expected(variant)
+    cfg, row, many = loaded.config, np.arange(ROWS, dtype=np.int32), jnp.full(ROWS, 99)
+    empty = empty_state(abstract_state(Model(cfg), build(cfg), StateShape(ROWS, ROWS, PAGE, 1)))
+    greedy = replace(neutral_state(ROWS, cfg.vocab_size), temperature=jnp.zeros(ROWS))
+    slots = empty.slots.replace(
+        page_table=jnp.asarray(row[:, None]), remaining=many, depth=many, sampling=greedy
+    )
+    tokens, unknown = (
+        np.tile(want["input_ids"].astype(np.int32), (ROWS, 1)),
+        np.full((ROWS, PROMPT), -1, np.int32),
+    )
+    masks = np.full((ROWS, -(-cfg.vocab_size // 32)), 2**32 - 1, np.uint32)
+    count = np.full(ROWS, PROMPT, np.int32)
+    chunk = Chunk(row, row * 0, count, row >= 0, tokens, unknown, unknown[:, 0], masks)
+    prefill, judged = programs(cfg)
+    state, first = prefill(loaded.params, empty.replace(slots=slots), chunk)
+    assert (np.asarray(first.packed)[:, 0] == want["greedy_ids"][0]).all()
+    return lambda drafts: jax.tree.map(np.asarray, judged(loaded.params, state, drafts))
+
+
+def golden_trees(variant: str) -> list[dict[str, np.ndarray]]:
+    want = expected(variant, "trees")
+    names = sorted({key.rpartition(".")[0] for key in want})
+    return [{key.rpartition(".")[2]: a for key, a in want.items() if key.startswith(f"{n}.")} for n in names]
+
+
+def drafts_of(trees: list[dict[str, np.ndarray]]) -> Drafts:
+    """A tree in each of the first rows."""
+    tokens, parents = np.zeros((2, ROWS, WIDTH - 1), np.int32)
+    count = np.zeros(ROWS, np.int32)
+    for row, own in enumerate(trees):
+        count[row] = n = len(own["tokens"]) - 1
+        tokens[row, :n], parents[row, :n] = own["tokens"][1:], own["parents"][1:]
+    there = jnp.asarray(count)
+    return Drafts(jnp.asarray(tokens), there, there * 0, None, None, jnp.asarray(parents))
+
+
+@pytest.mark.parametrize("variant", EAGLES)
+def test_trees_are_verified(variant):
+    trees = golden_trees(variant)
+    packed, verdict, logits, mask = reader(variant)(drafts_of(trees))
+    depths = []
+    for row, want in enumerate(trees):
+        n, accepted = len(want["tokens"]), len(want["accept_index"])
+        assert mask[row, :n, :PROMPT].all()
+        np.testing.assert_array_equal(mask[row, :n, PROMPT : PROMPT + n], want["mask"])
+        np.testing.assert_allclose(logits[row, :n], want["target_logits"], rtol=0, atol=2e-4)
+        np.testing.assert_array_equal(logits[row, :n].argmax(-1), want["target_ids"])
+        assert verdict.path is not None
+        np.testing.assert_array_equal(verdict.path[row, :accepted], want["accept_index"])
+        np.testing.assert_array_equal(packed[row, : packed[row, WIDTH + COUNT]], want["emitted"])
+        assert packed[row, WIDTH + ACCEPTED] == accepted - 1
+        depths.append(accepted - 1)
+    assert depths == {"eagle3": [2, 2], "eagle3_mla": [3, 3]}[variant]
+
+
+def test_a_mask_of_other_ancestors_would_show():
+    trees = golden_trees("eagle3")
+    for own in trees:
+        own["parents"] = np.arange(len(own["parents"])) - 1
+    *_, logits, _ = reader("eagle3")(drafts_of(trees))
+    for row, want in enumerate(trees):
+        n = len(want["tokens"])
+        assert np.abs(logits[row, :n] - want["target_logits"]).max() > 1
