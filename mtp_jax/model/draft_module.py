@@ -22,7 +22,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.products.plain import Rows, Stream
-from mtp_jax.model.trunk import Model, OneCache, block, embed
+from mtp_jax.model.trunk import Model, OneCache, Sight, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
 
@@ -118,8 +118,9 @@ def run(
     """Layer ``k``. Returns (hidden states fed back, cache, routing of an MoE layer, choice)."""
     with jax.named_scope(f"{module.name}_{k}"):
         model, p = Model(module.cfg, on), module.layer(params, k)
-        (x, rows), angles = module.merge(params, on, k, given), rope_angles(module.cfg, given.positions)
-        x, cache, routing, choice = block(p, model, x, angles, cache, given.views, given.choice, rows)
+        x, rows = module.merge(params, on, k, given)
+        sight = Sight(rope_angles(module.cfg, given.positions), given.views, given.choice)
+        x, cache, routing, choice = block(p, model, x, sight, cache, rows)
         return module.fed_back(params, on, k, x), cache, routing, choice
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -65,41 +66,42 @@ class Traced:
     taps: Taps = field(default_factory=dict)
 
 
+@struct.dataclass
+class Sight:
+    """The places of a pass's tokens.
+
+    Attributes:
+        angles: of rope, at the tokens' positions.
+        views: where entries are written, and the cached rows that tokens see; none without pages.
+        choice: rows for sparse attention, if another layer has chosen them.
+    """
+
+    angles: Float[Array, "B W 2 r"]
+    views: Views = ()
+    choice: Choice = ()
+
+
 def block(
-    p: Layer,
-    model: Model,
-    x: Stream,
-    angles: Float[Array, "B W 2 r"],
-    cache: OneCache,
-    views: Views,
-    choice: Choice = (),
-    rows: Rows | None = None,
+    p: Layer, model: Model, x: Stream, sight: Sight, cache: OneCache, rows: Rows | None = None
 ) -> tuple[Stream, OneCache, Routing | None, Choice]:
     """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, choice of sparse attention).
 
-    choice: rows to attend to, if another layer has chosen them. rows: read by attention; None: x, normed.
+    rows: read by attention; None: x, normed.
     """
-    x, cache, choice = attended(p, model, x, angles, cache, views, choice, rows)
-    x, routing = fed(p, model, x, views)
+    x, cache, choice = attended(p, model, x, sight, cache, rows)
+    x, routing = fed(p, model, x, sight.views)
     return x, cache, routing, choice
 
 
 @partial(jax.jit, static_argnames="model")
 def attended(
-    p: Layer,
-    model: Model,
-    x: Stream,
-    angles: Float[Array, "B W 2 r"],
-    cache: Cache | None,
-    views: Views,
-    choice: Choice,
-    rows: Rows | None = None,
+    p: Layer, model: Model, x: Stream, sight: Sight, cache: Cache | None, rows: Rows | None = None
 ) -> tuple[Stream, Cache | None, Choice]:
     """The first half of a block. Returns (x, cache, choice of sparse attention)."""
-    cfg, on = model.cfg, model.on
+    cfg, on, angles, views = model.cfg, model.on, sight.angles, sight.views
     with jax.named_scope("attention_project"):
         x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views, rows)
-    context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, choice)
+    context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, sight.choice)
     with jax.named_scope("attention_out"):
         x = on.after_attention(p, cfg, x, context, views)
     return x, cache, choice
@@ -145,10 +147,10 @@ def run(
         before, routed, chosen = None, [], []
         if isinstance(layers, Stack):
             with jax.named_scope(f"layers_{first}_to_{first + len(layers) - 1}"):
-                inside = {k: on.tap(xs[0]) for k in taps if first < k <= first + len(layers)}
-                xs[0], mine, found, inside = _looped(layers, model, xs[0], angles, mine, views, first, inside)
+                inside = {k - first: on.tap(xs[0]) for k in taps if first < k <= first + len(layers)}
+                xs[0], mine, found, inside = _looped(layers, model, xs[0], angles, mine, views, inside)
+            taken |= {first + k: tap for k, tap in inside.items()}
             kept, routings, first = [*kept, mine], [*routings, *found], first + len(layers)
-            taken |= inside
             continue
         with jax.named_scope(f"layer_{first}"):
             for b, (angles, views) in enumerate(rest):
@@ -156,7 +158,7 @@ def run(
                 # well.
                 given = () if cfg.indexes(first) else choices[-1][b]
                 x = micro_batches.after(xs[b], before)
-                xs[b], mine, choice = attended(layers, model, x, angles, mine, views, given)
+                xs[b], mine, choice = attended(layers, model, x, Sight(angles, views, given), mine)
                 before, chosen = xs[b], [*chosen, choice]
             for b, (_, views) in enumerate(rest):
                 x = micro_batches.after(xs[b], routed[-1].ids if routed and routed[-1] else None)
@@ -184,21 +186,20 @@ def _looped(
     angles: Float[Array, "B W 2 r"],
     cache: Stack[LayerCache],
     views: Views,
-    first: int,
     taps: Taps,
 ) -> tuple[Stream, Stack[LayerCache], list[Routing], Taps]:
     """Layers alike, one after the other. The caches of all are one, of which each layer has its pages.
 
-    first: number of the first layer. taps: streams to fill in, with arrays of their shape.
+    taps: streams to fill in, by the number of these layers before each, with arrays of their shape.
     """
     pages = jax.tree.leaves(cache)[0].shape[1]
 
     def one(carry: tuple[Stream, LayerCache, Taps], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
         p = one_of(layers, i)
         own = tuple(replace(v, page_table=v.page_table + i * pages) for v in views)
-        x, mine, _ = attended(p, model, carry[0], angles, carry[1], own, ())
+        x, mine, _ = attended(p, model, carry[0], Sight(angles, own), carry[1])
         x, routing = fed(p, model, x, own)
-        taken = {k: jnp.where(first + i + 1 == k, model.on.tap(x), tap) for k, tap in carry[2].items()}
+        taken = {k: jnp.where(i + 1 == k, model.on.tap(x), tap) for k, tap in carry[2].items()}
         return (x, mine, taken), routing
 
     flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)

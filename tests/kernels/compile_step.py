@@ -40,7 +40,7 @@ from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.params import Layer, Params, Spec, dtype_of, param_specs
 from mtp_jax.model.sharding import partition
 from mtp_jax.model.spec import may_be_narrow, scale_spec
-from mtp_jax.model.trunk import Model, block
+from mtp_jax.model.trunk import Model, Sight, block
 from mtp_jax.model.visible import chain
 
 DEPTH, PAGE = 3, 64
@@ -181,7 +181,7 @@ def layers_of(
         view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1), form)
         angles, kept = rope_angles(cfg, positions), []
         for p, mine in zip(params, pages, strict=True):
-            x, mine, *_ = block(p, Model(cfg, on), x, angles, mine, (view,))
+            x, mine, *_ = block(p, Model(cfg, on), x, Sight(angles, (view,)), mine)
             kept.append(mine)
         return x, kept
 
