@@ -37,7 +37,7 @@ class LLMOptions(EngineOptions):
     _: KW_ONLY
     draft_model: str | Path | None = option(
         None,
-        "directory of an EAGLE-3 head, or of NextN layers that were exported by themselves",
+        "directory of an EAGLE-3, DFlash or DSpark head, or of NextN layers that were exported by themselves",
         kind=Path,
         unset="the model's own",
         metavar="DIR",

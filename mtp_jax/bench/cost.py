@@ -175,7 +175,8 @@ def of_launch(
     ]
     if key.depth:
         if isinstance(draft_head, BlockConfig):
-            passes += [run(nextn[0], own, windows), run(drawn, none, (key.slots, key.depth))]
+            block = key.slots, draft_head.block
+            passes += [run(nextn[0], own, block), run(drawn, none, (key.slots, key.depth))]
         else:
             passes += [run(drawn, none, one)] * key.depth
             passes += [run(p, none, one) for p in rows_only[1 : key.depth]]

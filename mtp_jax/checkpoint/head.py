@@ -83,12 +83,17 @@ def head_config(
     find = _block_head if blocks else _eagle3
     head = find(said, _layer_config(layer, vocabulary, blocks), cfg.num_hidden_layers, captures)
     if isinstance(head, BlockConfig):
+        if head.mask >= cfg.vocab_size:
+            raise ConfigError(
+                f"mask_token_id = {head.mask} of a head; expected a token of the model, 0 to "
+                f"{cfg.vocab_size - 1}"
+            )
         head = replace(head, heads=maps or width != cfg.hidden_size or _OUT in tensors)
     return replace(head, maps=maps, embeds=embeds)
 
 
-def _flag(said: JsonObject, name: str) -> bool:
-    value = said.get(name, False)
+def _flag(said: JsonObject, name: str, default: bool = False) -> bool:
+    value = said.get(name, default)
     if type(value) is not bool:
         raise ConfigError(f"{name} = {value!r:.80}; expected true or false")
     return value
@@ -137,7 +142,9 @@ def _block_head(said: JsonObject, layers: ModelConfig, trunk: int, captures: Cap
             raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from {least} to {most}")
         return value
 
-    anchored, convolution, selector = _flag(said, "sample_from_anchor"), None, None
+    # A DSpark head drafts from its anchor unless it says otherwise, a DFlash head does not.
+    anchored = _flag(said, "sample_from_anchor", any("dspark" in kind for kind in _kinds(said)))
+    convolution = selector = None
     if "conv_kernel_size" in said:
         convolution = whole("conv_kernel_size"), whole("conv_group_size")
         if layers.hidden_size % convolution[1]:

@@ -171,7 +171,9 @@ def _attend(
     """Attention over the cached rows that the view sees, and over the block's rows, which are not cached."""
     a = p.layer.attention
     kind = on.kind(a)
-    q, own, w = kind.queries(a, cfg, rows, angles), kind.entries(a, cfg, rows, angles), kind.by_head(a, cfg)
+    q, own, _ = kind.project(a, cfg, rows, angles, None, ())
+    w = kind.by_head(a, cfg)
+    assert own is not None, "a pass without a cache leaves its entries to its caller"
 
     def local(q, own, w, cache, view):  # type: ignore[no-untyped-def]
         cached, mask = Paged(cache, view, cfg.row).read(own.rows.dtype)

@@ -189,6 +189,13 @@ def test_a_block_drafter_is_read_as_it_is_declared(variant: str):
     assert summarise(model_dir(variant), model_dir(variant, "draft")).nextn_layout == head.name
 
 
+def test_a_dspark_head_drafts_from_its_anchor_unless_it_says_otherwise(tmp_path: Path):
+    said = edited(tmp_path / "said", model_dir("dspark", "draft"), sample_from_anchor=False)
+    silent = edited(tmp_path / "silent", model_dir("dspark", "draft"), sample_from_anchor=None)
+    assert not block_of("dspark", said).anchored
+    assert block_of("dspark", silent) == block_of("dspark")
+
+
 def test_names_and_keys_of_a_block_drafter_in_other_dialects(tmp_path: Path):
     def rename(t: Tensors) -> None:
         t["model.encoder.fc.weight"] = t.pop("fc.weight")
@@ -209,6 +216,7 @@ def test_names_and_keys_of_a_block_drafter_in_other_dialects(tmp_path: Path):
         ({"num_target_layers": 7}, "num_target_layers = 7, the model has 6"),
         ({"block_size": 1}, "block_size = 1; expected a whole number from 2"),
         ({"mask_token_id": -1}, "mask_token_id = -1; expected a whole number from 0"),
+        ({"mask_token_id": 80}, "mask_token_id = 80 of a head; expected a token of the model, 0 to 79"),
         ({"projector_type": "domino"}, "Domino projectors are not supported"),
         ({"markov_head_type": "gated"}, "markov_head_type = 'gated' is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 of a head is not supported"),

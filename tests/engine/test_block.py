@@ -99,10 +99,8 @@ def test_a_mesh_changes_nothing(variant: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", BLOCKS)
-@pytest.mark.parametrize(
-    "config", [{"suffix_drafts": True}, {"kv_cache_dtype": "fp8"}, {"host_cache_gib": 0.01}]
-)
-def test_matches_before_blocks_and_other_caches_change_no_text(variant: str, config: dict[str, Any]):
+@pytest.mark.parametrize("config", [{"suffix_drafts": True}, {"kv_cache_dtype": "fp8"}], ids=repr)
+def test_matches_before_blocks_and_an_fp8_cache_change_no_text(variant: str, config: dict[str, Any]):
     engine = engine_of(variant, **config)
     jobs = crowd(variant, 26)
     drafted, plain = (
@@ -111,6 +109,20 @@ def test_matches_before_blocks_and_other_caches_change_no_text(variant: str, con
     )
     assert [r.progress.output for r in drafted] == [r.progress.output for r in plain]
     assert sum(map(sum, map(accepted, drafted))) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", BLOCKS)
+def test_pages_that_went_to_the_host_come_back_with_the_heads_keys_and_values(variant: str):
+    engine, want = engine_of(variant, max_num_seqs=1, num_pages=6, host_cache_gib=0.01), expected(variant)
+    prompt, params = job(variant, 3)
+    serve(engine, [(prompt, params)], exactly=True)
+    for step in (-1, -2):
+        serve(engine, [(prompt[::step], params)], exactly=True)
+    (request,) = serve(engine, [(prompt, params)], compiled=True)
+    assert engine.stats().hits_by_tier["host"] == request.progress.cached_tokens == 16
+    assert request.progress.output == want["greedy_ids"].tolist()
+    assert accepted(request) == want["spec_accept.3"].tolist()
 
 
 def test_a_block_has_no_more_drafts():

@@ -1,5 +1,6 @@
 """Heads that draft blocks against the oracle, without an engine: taps, context, block, choice of drafts."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,10 +10,14 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.errors import ConfigError
 from mtp_jax.model import block, trunk
-from mtp_jax.model.backend import xla
+from mtp_jax.model.backend import Backend, mosaic_gpu, xla
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import empty_cache
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_specs import BlockHead
+from mtp_jax.model.params import Params
 from tests.golden import BLOCKS, expected, model_dir
 
 ON = xla(experts="dense")
@@ -97,3 +102,47 @@ def test_rows_see_later_rows_of_their_block(monkeypatch: pytest.MonkeyPatch):
     causal = np.asarray(forward("dflash")["logits"])
     forward.cache_clear()
     assert np.abs(causal - want).max() > 1
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dspark"])
+def test_a_part_of_the_vocabulary(variant: str):
+    """The whole head's logits of the tokens that a reduced head drafts, each at its id; -inf elsewhere."""
+    found, whole, want = loaded(variant), forward(variant), expected(variant)
+    own, head = found.params.drafter, Blocks(found.config).head
+    assert isinstance(own, BlockHead)
+    ids = np.flatnonzero(np.arange(found.config.vocab_size) % 4)
+    markov = own.markov and replace(own.markov, following=own.markov.following[ids])
+    part = replace(own, head=found.params.table[ids], target_offset=ids - np.arange(len(ids)), markov=markov)
+    sizes = replace(head.layers, vocab_size=len(ids))
+    module = Blocks(replace(found.config, drafter=replace(head, layers=sizes, maps=True, heads=True)))
+    params, first = replace(found.params, drafter=part), 0 if head.anchored else 1
+    z = whole["hidden"][first : first + head.most_drafts]
+    previous = jnp.asarray([want["block_in_ids"][0], *whole["drafts"][:-1]])
+    got = np.asarray(module.after(params, z, module.logits(params, ON, z), previous))
+    np.testing.assert_allclose(got[:, ids], want["draft_logits"][:, ids], rtol=0, atol=2e-4)
+    assert np.isneginf(np.delete(got, ids, axis=1)).all()
+
+
+def first_block(params: Params, cfg: ModelConfig, on: Backend) -> jax.Array:
+    """Rows of a block before which nothing is cached."""
+    layers = Blocks(cfg).head.layers
+    caches = tuple(
+        empty_cache(5, SIZE, layers, i, jnp.float32, fp8=False) for i in range(layers.num_hidden_layers)
+    )
+    one = jnp.asarray([3])
+    return Blocks(cfg).run(params, on, one, 0 * one, one > 0, jnp.arange(4)[None], caches)
+
+
+def test_an_embedding_of_its_own():
+    cfg, params = loaded("dflash").config, loaded("dflash").params
+    assert isinstance(params.drafter, BlockHead)
+    own = replace(params, embed=0 * params.embed, drafter=replace(params.drafter, embed=params.embed))
+    np.testing.assert_array_equal(first_block(own, cfg, ON), first_block(params, cfg, ON))
+
+
+def test_kernels_that_must_attend_refuse_it():
+    cfg, params = loaded("dflash").config, loaded("dflash").params
+    with pytest.raises(ConfigError, match="grouped-query attention has no kernel: --kernels auto"):
+        first_block(params, cfg, mosaic_gpu(strict=True))
+    got = first_block(params, cfg, mosaic_gpu())
+    np.testing.assert_allclose(got, first_block(params, cfg, ON), rtol=0, atol=1e-5)
