@@ -231,3 +231,16 @@ def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
     wanted = np.append(wanted[~rare], wanted[rare].sum())
     kept = wanted > 0
     return float(stats.chisquare(seen[kept], wanted[kept] * seen[kept].sum() / wanted[kept].sum()).pvalue)
+
+
+def p_values(
+    drafter: Drafter, cfg: ModelConfig, verifier: str = "rejection", grammar: bool = False
+) -> list[float]:
+    """Chi-square of whole sampled steps against the exact law, for each of ``OPTIONS``."""
+    case = Case(drafter, rows=1500, cfg=cfg)
+    got = emitted("sampled", verifier, grammar, case)
+    assert (got.tokens >= 0).all()
+    assert got.accepted.sum() > 0.2 * got.drafted.sum() > 0
+    laws = (exact_law(option, grammar, case.prompt, cfg) for option in OPTIONS)
+    rows = (slice(i * case.rows, (i + 1) * case.rows) for i in range(len(OPTIONS)))
+    return [chi_square(got.tokens[mine], law) for mine, law in zip(rows, laws, strict=True)]

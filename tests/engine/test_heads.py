@@ -1,0 +1,175 @@
+"""An engine that drafts with heads from elsewhere: the oracle's drafts, text and acceptance, in all modes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax.api.propose import propose
+from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.request import Request
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.params import init_params
+from mtp_jax.model.sharding import make_mesh
+from tests.eagle3 import forward
+from tests.golden import EAGLES, HEADS, expected, model_dir
+from tests.models import accepted, make_engine, on_mesh, serve
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@cache
+def loaded(variant: str) -> Loaded:
+    return load(model_dir(variant), model_dir(variant, "draft"), dtype="float32")
+
+
+def depths(variant: str) -> list[int]:
+    """The numbers of drafts of which the oracle has the text and the acceptance, the most first."""
+    names = (key for key in expected(variant) if key.startswith("spec_ids."))
+    return sorted((int(name.rpartition(".")[2]) for name in names), reverse=True)
+
+
+def engine_of(variant: str, **config: Any) -> Engine:
+    """Pages and chunks of 16 tokens: prompts of the oracle, of 32, take two of either."""
+    found = loaded(variant)
+    return make_engine(found.params, found.config, **{"num_speculative_tokens": depths(variant)[0], **config})
+
+
+def job(variant: str, depth: int, tokens: int = 32) -> tuple[list[int], SamplingParams]:
+    prompt = expected(variant)["input_ids"].tolist()
+    return prompt[:tokens], replace(GREEDY, num_speculative_tokens=depth)
+
+
+def crowd(variant: str, shortest: int) -> list[tuple[list[int], SamplingParams]]:
+    return [job(variant, 3, tokens) for tokens in range(shortest, shortest + 8, 2)]
+
+
+def told(requests: Sequence[Request]) -> list[tuple[list[int], list[int]]]:
+    return [(r.progress.output, accepted(r)) for r in requests]
+
+
+def kept(requests: Sequence[Request]) -> int:
+    return sum(map(sum, map(accepted, requests)))
+
+
+@pytest.mark.parametrize("variant", HEADS)
+def test_drafts_text_and_acceptance_are_the_oracles(variant: str):
+    """From chunks and from cached pages."""
+    engine, want, (most, *fewer) = engine_of(variant, max_num_seqs=1), expected(variant), depths(variant)
+    first, ids, logits = propose(engine, job(variant, most)[0], most)
+    assert first == want["greedy_ids"][0]
+    assert ids.tolist() == want["draft_rec_ids" if variant in EAGLES else "draft_ids"].tolist()
+    if variant in EAGLES:
+        head = logits[np.isfinite(logits)].reshape(most, -1)
+        np.testing.assert_allclose(head, want["draft_rec_logits"], rtol=0, atol=2e-4)
+    engine.flush_prefix_cache()
+    for depth in (most, *fewer):
+        (request,) = serve(engine, [job(variant, depth)], exactly=depth == most, compiled=True)
+        assert request.progress.cached_tokens == (0 if depth == most else 16)
+        assert request.progress.output == want[f"spec_ids.{depth}"].tolist() == want["greedy_ids"].tolist()
+        assert accepted(request) == want[f"spec_accept.{depth}"].tolist()
+        assert kept([request]) > 3
+
+
+@pytest.mark.parametrize(
+    "variant", [v if v == "eagle3" else pytest.param(v, marks=pytest.mark.slow) for v in HEADS]
+)
+def test_pages_that_steps_without_drafts_left_draft_as_well(variant: str):
+    engine, want = engine_of(variant, max_num_seqs=1), expected(variant)
+    (request,) = serve(engine, [job(variant, 0)], exactly=True)
+    assert request.progress.output == want["greedy_ids"].tolist()
+    (request,) = serve(engine, [job(variant, 3)])
+    assert request.progress.cached_tokens == 16
+    assert accepted(request) == want["spec_accept.3"].tolist()
+    prompt, params = job(variant, 3)
+    longer = ([*prompt, *want["greedy_ids"][:17].tolist()], params)
+    (hit,) = serve(engine, [longer], compiled=True)
+    engine.flush_prefix_cache()
+    (cold,) = serve(engine, [longer], compiled=True)
+    assert (hit.progress.cached_tokens, cold.progress.cached_tokens) == (48, 0)
+    assert told([hit]) == told([cold])
+    assert kept([hit]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", HEADS)
+def test_preemption_changes_nothing(variant: str):
+    engine = engine_of(variant, num_pages=6)
+    jobs = [(prompt, replace(params, max_tokens=40)) for prompt, params in crowd(variant, 14)]
+    requests, alone = serve(engine, jobs), [serve(engine_of(variant), [each])[0] for each in jobs]
+    assert engine.stats().preemptions > 0
+    assert told(requests) == told(alone)
+    assert kept(requests) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", HEADS)
+def test_a_mesh_changes_nothing(variant: str):
+    found, mesh = loaded(variant), make_mesh(2, 2)
+    params = on_mesh(found.params, mesh, found.config)
+    engine = make_engine(params, found.config, mesh, num_speculative_tokens=depths(variant)[0])
+    requests = serve(engine, crowd(variant, 26))
+    assert told(requests) == told(serve(engine_of(variant), crowd(variant, 26)))
+    assert kept(requests) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", HEADS)
+def test_pages_that_went_to_the_host_come_back_with_the_heads_part(variant: str):
+    engine, want = engine_of(variant, max_num_seqs=1, num_pages=6, host_cache_gib=0.01), expected(variant)
+    prompt, params = job(variant, 3)
+    serve(engine, [(prompt, params)], exactly=True)
+    for step in (-1, -2):
+        serve(engine, [(prompt[::step], params)], exactly=True)
+    (request,) = serve(engine, [(prompt, params)], compiled=True)
+    assert engine.stats().hits_by_tier["host"] == request.progress.cached_tokens == 16
+    assert request.progress.output == want["greedy_ids"].tolist()
+    assert accepted(request) == want["spec_accept.3"].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"suffix_drafts": True}, {"kv_cache_dtype": "fp8"}], ids=repr)
+@pytest.mark.parametrize("variant", HEADS)
+def test_matches_and_an_fp8_cache_change_no_text(variant: str, config: dict[str, Any]):
+    engine, jobs = engine_of(variant, **config), crowd(variant, 26)
+    undrafted = [(prompt, replace(params, num_speculative_tokens=0)) for prompt, params in jobs]
+    drafted, plain = serve(engine, jobs), serve(engine, undrafted)
+    assert [r.progress.output for r in drafted] == [r.progress.output for r in plain]
+    assert kept(drafted) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trunk", "variant"), [("dsa_v32_rigged", EAGLES[1]), ("glm46", EAGLES[0])])
+def test_a_head_beside_other_trunks(trunk: str, variant: str):
+    """Random heads, of either shape: their drafts without a cache, and the trunk's own text."""
+    head, found, want = (
+        loaded(variant).config.drafter,
+        load(model_dir(trunk), dtype="float32"),
+        expected(trunk),
+    )
+    assert isinstance(head, Eagle3Config)
+    layer = replace(head.layer, hidden_size=found.config.hidden_size)
+    taps, ids = (1, 2, found.config.num_hidden_layers), want["input_ids"]
+    cfg = replace(found.config.with_nextn(()), drafter=replace(head, layer=layer, taps=taps))
+    own = init_params(cfg, jax.random.key(1)).drafter
+    params = replace(found.params, nextn=(), drafter=own)
+    engine = make_engine(params, cfg, max_num_seqs=1, num_speculative_tokens=5)
+    first, drafts, logits = propose(engine, ids.tolist(), 5)
+    plain = forward(params, cfg, ids, np.append(ids[1:], first))
+    assert drafts.tolist() == plain["draft_ids"].tolist()
+    np.testing.assert_allclose(logits, plain["draft_logits"], rtol=0, atol=2e-4)
+    (request,) = serve(engine, [(ids.tolist(), GREEDY)], exactly=True)
+    assert request.progress.output == want["greedy_ids"].tolist()
+    assert request.progress.speculation.drafted > 24
+
+
+def test_a_block_has_no_more_drafts():
+    with pytest.raises(ConfigError, match="a block of this DFlash head has 4 drafts; use 4 or less"):
+        engine_of("dflash", num_speculative_tokens=5)
