@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +20,9 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.head_config import Eagle3Config
 from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
+from mtp_jax.text.grammar import Grammars, StructuredOutput
+from mtp_jax.text.tokenizer import Tokenizer
+from tests import tiny_tokenizer
 from tests.eagle3 import forward
 from tests.golden import EAGLES, HEADS, expected, model_dir
 from tests.models import accepted, make_engine, on_mesh, serve
@@ -168,6 +173,40 @@ def test_a_head_beside_other_trunks(trunk: str, variant: str):
     (request,) = serve(engine, [(ids.tolist(), GREEDY)], exactly=True)
     assert request.progress.output == want["greedy_ids"].tolist()
     assert request.progress.speculation.drafted > 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", HEADS)
+def test_a_grammar_leaves_the_tokens_of_no_drafts(tmp_path: Path, variant: str):
+    found, size = loaded(variant), loaded(variant).config.vocab_size
+    tokenizer = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path, size))
+    assert tokenizer is not None
+    grammars = Grammars(tokenizer.backend, size, found.config.eos_token_ids)
+    engine = make_engine(found.params, found.config, grammars=grammars, num_speculative_tokens=3)
+    shaped = replace(GREEDY, ignore_eos=False, structured=StructuredOutput(regex="[!-Z]{16,20}"))
+    jobs = [
+        [(job(variant, 0)[0], replace(shaped, num_speculative_tokens=depth)), job(variant, depth)]
+        for depth in (3, 0)
+    ]
+    drafted, plain = (serve(engine, each) for each in jobs)
+    assert [r.progress.output for r in drafted] == [r.progress.output for r in plain]
+    assert kept(drafted) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", HEADS)
+def test_a_head_of_nan_costs_drafts_and_no_request(variant: str):
+    found = loaded(variant)
+    assert found.params.drafter is not None
+    broken = replace(found.params.drafter, norm=jnp.full_like(found.params.drafter.norm, jnp.nan))
+    engine = make_engine(replace(found.params, drafter=broken), found.config, num_speculative_tokens=3)
+    requests = serve(engine, crowd(variant, 26))
+    plain = serve(
+        engine, [(prompt, replace(p, num_speculative_tokens=0)) for prompt, p in crowd(variant, 26)]
+    )
+    assert [r.progress.output for r in requests] == [r.progress.output for r in plain]
+    # The likeliest of no numbers is token 0, which the trunk may write, too.
+    assert kept(requests) < 0.1 * engine.stats().draft_tokens
 
 
 def test_a_block_has_no_more_drafts():

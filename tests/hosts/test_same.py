@@ -123,3 +123,12 @@ def test_four_processes(tiny, tmp_path):
     check(
         tiny, tmp_path, {"max_num_seqs": 4, "num_speculative_tokens": 1}, [MIXED], 4, 4, seconds=3 * _SECONDS
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["eagle3_mla", "dspark"])
+def test_a_draft_head(tmp_path: Path, variant: str):
+    head = str(golden.model_dir(variant, "draft"))
+    check(
+        golden.model_dir(variant), tmp_path, {"num_speculative_tokens": 3, "draft_model": head}, [ALL_GREEDY]
+    )
