@@ -173,7 +173,7 @@ def mla_decode(
             plgpu.commit_smem()
 
         def scores(buffer: int, page: jax.Array) -> jax.Array:
-            # Requested before the wait for the page, which hides their latency.
+            # The scales are requested before the wait for the page, which hides their latency.
             if fp8:
                 scales = scales_of(page)
                 plgpu.barrier_wait(latent_ready.at[piece(buffer, 1)])

@@ -43,7 +43,7 @@ def resident_bytes() -> int:
 
 
 def return_free_memory() -> None:
-    """Give memory that the C library's allocator keeps back to the system, where it can.
+    """Return free memory, which the C library's allocator would keep, to the system, where it can.
 
     The compiler needs several times the memory that a finished program holds, and the program's sources are
     garbage in cycles.

@@ -114,7 +114,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The bytes of a caller's array, in place of a file. ``path`` is for messages."""
+    """The bytes of a caller's array, in place of a file. Messages name ``path``."""
 
     path: Path
     data: np.ndarray

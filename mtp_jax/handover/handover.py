@@ -121,7 +121,7 @@ class Handover:
     # Prefill
 
     def _pages(self, asked: Prefill, deadline: float) -> Iterator[tuple[bytes, Page]]:
-        """Digests and pages of a prompt, on a connection's thread. Raises WireError."""
+        """Yield each page of a prompt, its digest first, on a connection's thread. Raises WireError."""
         digests = self._wait(deadline, self._prefill(asked, deadline))
         for i in range(asked.first, len(digests), _PAGES):
             part = digests[i : i + _PAGES]

@@ -78,8 +78,8 @@ class BadWords:
 class ThinkingBudget:
     """A thought has at most ``most`` tokens: then its end is forced, as soon as a grammar allows it.
 
-    The tokens of the two tags do not count. A grammar does not allow it within a call of a tool, which some
-    models write inside a thought.
+    The tokens of the two tags do not count. A grammar does not allow the end within a call of a tool, which
+    some models write inside a thought.
     """
 
     def __init__(self, most: int, opens: int | None, closes: int, thinking: bool) -> None:

@@ -116,7 +116,7 @@ class Tokenizer:
         try:
             if not isinstance(text, str):
                 raise TypeError
-            # A batch: encoding one text alone would keep every other thread from running meanwhile.
+            # The encoder of batches lets other threads run meanwhile, which the encoder of one text does not.
             (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoded.ids
         except (TypeError, UnicodeEncodeError):

@@ -138,8 +138,7 @@ def continuation(
 ) -> Int[Array, "B K"]:
     """``count`` tokens that follow if tokens[: last + 1] goes on as it did after ``end`` < ``last``.
 
-    Where the known tokens end they are followed by the continuation itself: a repeated text goes on
-    repeating.
+    Behind the last known token the continuation starts anew: a text that repeats itself goes on repeating.
     """
     period = jnp.maximum(last - end, 1)[:, None]
     index = end[:, None] + 1 + jnp.arange(count) % period

@@ -17,7 +17,8 @@ from mtp_jax.model.narrow import flat, nbytes
 from mtp_jax.model.products import cpu_lanes
 from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, multiply, sum_lanes
 
-# Most pairs per expert for which ``by_pair`` is faster: experts that fit a core's cache, and larger ones.
+# ``by_pair`` is faster up to this number of pairs per expert, for experts that fit a core's cache, and for
+# larger experts.
 _PAIRS_CACHED, _PAIRS = 16, 4
 
 

@@ -1,4 +1,4 @@
-"""One of several arguments, as a part of a grammar: in tags of its own, or a member of an object of JSON."""
+"""The rule of a grammar for one argument of a call: in tags of its own, or as a member of a JSON object."""
 
 import json
 import re

@@ -22,8 +22,8 @@ class ToolUse:
     """Which tools an output may or must call, in which format.
 
     Attributes:
-        forced: whether it must call.
-        several: whether it may call more than once.
+        forced: whether the output must be a call.
+        several: whether the output may have more than one call.
     """
 
     form: Format
