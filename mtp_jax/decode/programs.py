@@ -116,7 +116,7 @@ class Programs:
             for future in [pool.submit(one, k) for k in missing]:
                 future.result()
         finally:
-            # After Ctrl-C no thread waits for other programs: XLA cannot be interrupted, and may take minutes.
+            # No thread waits for other programs after Ctrl-C: XLA cannot be interrupted and may take minutes.
             pool.shutdown(wait=False, cancel_futures=True)
 
     def build(self, key: Key) -> Any:
