@@ -37,7 +37,7 @@ class LLMOptions(EngineOptions):
     _: KW_ONLY
     draft_model: str | Path | None = option(
         None,
-        "directory of an EAGLE-3, DFlash or DSpark head, or of NextN layers that were exported by themselves",
+        "directory of an EAGLE-3, DFlash, DFlash2 or DSpark head, or of NextN layers exported by themselves",
         kind=Path,
         unset="the model's own",
         metavar="DIR",
@@ -46,7 +46,7 @@ class LLMOptions(EngineOptions):
         None,
         "whether the list of layers that a head reads counts their outputs or their inputs",
         choices=get_args(Captures),
-        unset="outputs if it begins with 1",
+        unset="as the kind of head counts",
     )
     num_nextn_layers: int | None = option(
         None,

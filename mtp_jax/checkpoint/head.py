@@ -43,8 +43,8 @@ def is_head(raw: JsonObject) -> bool:
     for kind in kinds:
         if why := next((why for mark, why in _OTHERS.items() if mark in kind), None):
             raise ConfigError(
-                f"config.json says {kind!r:.80}: {why}; expected an EAGLE-3, DFlash or DSpark head, or NextN "
-                "layers"
+                f"config.json says {kind!r:.80}: {why}; expected a head of EAGLE-3, DFlash, "
+                "DFlash2 or DSpark, or NextN layers"
             )
     return any(mark in kind for kind in kinds for mark in (_EAGLE3, *_BLOCKS))
 

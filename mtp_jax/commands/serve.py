@@ -22,7 +22,6 @@ from mtp_jax.commands.options import (
 )
 from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.commands.server_options import KEY_VARIABLE, SLOTS, address_of, settings_of
-from mtp_jax.errors import ConfigError
 from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.options import declared
 from serve.base.settings import Settings
@@ -100,11 +99,6 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") -> int:
     settings = settings_of(args)
     limits = chosen(args, QueueLimits)
-    if chosen(args, LLMOptions).law and settings.strict_draft:
-        raise ConfigError(
-            "--strict-draft asks for the model's verdict on drafts, --synthetic-acceptance throws it away; "
-            "leave one of them out"
-        )
     # The secret is the group's where there is no hand-over.
     both = getattr(args, "role", "both") == "both"
     apart = chosen(args, HandoverOptions, [SECRET] if both else [])

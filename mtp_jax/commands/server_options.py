@@ -3,7 +3,9 @@
 import argparse
 import os
 
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands.options import chosen, given, model_dir
+from mtp_jax.errors import ConfigError
 from serve.base.settings import Settings
 
 KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
@@ -16,7 +18,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
     name, admin_key = model_dir(args).resolve().name, os.environ.get(_ADMIN_KEY_VARIABLE)
     keys = given(args, Settings).get("api_keys", ())
     keys = (*keys, *filter(None, [os.environ.get(KEY_VARIABLE)]))
-    return chosen(args, Settings, ["api_keys"], model_names=name, admin_key=admin_key, api_keys=keys)
+    settings = chosen(args, Settings, ["api_keys"], model_names=name, admin_key=admin_key, api_keys=keys)
+    if settings.strict_draft and chosen(args, LLMOptions).law:
+        raise ConfigError(
+            "--strict-draft asks for the model's verdict on drafts, --synthetic-acceptance throws it away; "
+            "leave one of them out"
+        )
+    return settings
 
 
 def address_of(settings: Settings, port: int) -> str:
