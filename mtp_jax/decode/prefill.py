@@ -28,6 +28,7 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
 
+# Declared without jax, which flax imports: not by `flax.struct`.
 jax.tree_util.register_dataclass(Chunk)
 
 
