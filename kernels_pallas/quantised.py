@@ -1,10 +1,8 @@
 """Activations for products with FP8 weights: e4m3 values, and a scale for each block of a row."""
 
-from dataclasses import dataclass
-
-import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Float
 
 BLOCK = 128
@@ -12,8 +10,7 @@ FP8_MAX = 448.0
 TINY = 1e-10
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Quantised:
     """Rows in e4m3 with scales of 1x128 blocks (arXiv 2412.19437, section 3.3.2).
 

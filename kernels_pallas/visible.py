@@ -1,16 +1,16 @@
 """The cached rows that each token of a window attends to: one type for both attention kernels and XLA."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 # Bits of ``Window.ancestors``: the sign bit stays clear. A window has at most one token more.
 MAX_AHEAD = 31
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Window:
     """Rows of each slot that its window tokens see: a range for all tokens, then rows of each token.
 

@@ -1,9 +1,8 @@
 """Rows sorted by group, and the tiles that cover them."""
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Int
 
 # Groups begin at multiples of this number: a tile's results are copied in pieces of so many rows.
@@ -12,8 +11,7 @@ ALIGNMENT = 8
 _MANY_PAIRS = 8192
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Tiles:
     """The rows that each tile multiplies, and their group.
 
@@ -26,8 +24,7 @@ class Tiles:
     count: Int[Array, " n"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Groups:
     """The slots of each token's rows; of M slots, a group's lie side by side.
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
-from kernels_pallas.grouped_matmul.tile import COMPUTE, Plan, Tile
+from kernels_pallas.grouped_matmul.tile import COMPUTE, Sizes, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 
@@ -60,14 +60,14 @@ def grouped_matmul(
     Raises:
         ValueError: dtypes and sizes that the tile does not fit.
     """
-    plan = Plan(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
-    operands = (x, w, x_scale, w_scale) if plan.fp8 else (x, w)
+    sizes = Sizes(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
+    operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         count = len(operands)
-        walk = _Walk(plan, refs[:count], refs[count], refs[count + 2 :], scratch)
+        walk = _Walk(sizes, refs[:count], refs[count], refs[count + 2 :], scratch)
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        total = refs[count + 1][0] * (plan.column_tiles * tile.splits)
+        total = refs[count + 1][0] * (sizes.column_tiles * tile.splits)
         mine = lax.div(total - block + (tile.thread_blocks - 1), tile.thread_blocks)
 
         @pl.when(wg == _LOADER)
@@ -82,9 +82,9 @@ def grouped_matmul(
 
     out = plgpu.kernel(
         body,
-        kernel_name="gated_matmul" if plan.gated else "matmul",
-        out_type=plan.out_type(),
-        scratch_types=plan.scratch(),
+        kernel_name="gated_matmul" if sizes.gated else "matmul",
+        out_type=sizes.out_type(),
+        scratch_types=sizes.scratch(),
         grid=(tile.thread_blocks,),
         grid_names=("block",),
         num_threads=COMPUTE + 1,
@@ -99,7 +99,7 @@ def grouped_matmul(
 class _Walk:
     """A thread block's walk over its tiles: the work of the loader and of the computing warpgroups."""
 
-    plan: Plan
+    sizes: Sizes
     operands: tuple[Ref, ...]
     table: Ref
     out: tuple[Ref, ...]
@@ -107,16 +107,16 @@ class _Walk:
 
     def place(self, i: jax.Array) -> Place:
         """The place of the i-th tile among those of all thread blocks; a group's tiles follow each other."""
-        splits, columns = self.plan.tile.splits, self.plan.column_tiles
+        splits, columns = self.sizes.tile.splits, self.sizes.column_tiles
         return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
 
     def share(self, wg: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
         """First row and first column of a computing warpgroup within a tile."""
-        return (0, wg * self.plan.width) if self.plan.tile.rows == WGMMA_ROWS else (wg * WGMMA_ROWS, 0)
+        return (0, wg * self.sizes.width) if self.sizes.tile.rows == WGMMA_ROWS else (wg * WGMMA_ROWS, 0)
 
     def load(self, block: jax.Array, mine: jax.Array) -> None:
         """Fill the ring with the operands of every step of every tile."""
-        plan, tile, s = self.plan, self.plan.tile, self.scratch
+        sizes, tile, s = self.sizes, self.sizes.tile, self.scratch
         x, w = self.operands[:2]
 
         def one_tile(i: jax.Array, _: None) -> None:
@@ -125,33 +125,33 @@ class _Walk:
             rows, columns = pl.ds(first, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
 
             def step(k: jax.Array, _: None) -> None:
-                filled = i * plan.steps + k
+                filled = i * sizes.steps + k
                 slot = lax.rem(filled, tile.stages)
-                terms = pl.ds((part * plan.steps + k) * plan.stage_terms, plan.stage_terms)
+                terms = pl.ds((part * sizes.steps + k) * sizes.stage_terms, sizes.stage_terms)
                 pl.when(filled >= tile.stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
                 plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
-                for b in range(plan.blocks):
+                for b in range(sizes.blocks):
                     weights = w.at[group, b, columns, terms]
                     plgpu.copy_gmem_to_smem(weights, s["ws"].at[slot, b], s["full"].at[slot])
 
-            lax.fori_loop(0, plan.steps, step, None)
+            lax.fori_loop(0, sizes.steps, step, None)
 
         def drain(filled: jax.Array, _: None) -> None:
             plgpu.barrier_wait(s["free"].at[lax.rem(filled, tile.stages)])
 
         lax.fori_loop(0, mine, one_tile, None)
         # No warpgroup may leave while another still arrives at a barrier.
-        lax.fori_loop(jnp.maximum(mine * plan.steps - tile.stages, 0), mine * plan.steps, drain, None)
+        lax.fori_loop(jnp.maximum(mine * sizes.steps - tile.stages, 0), mine * sizes.steps, drain, None)
 
     def compute(self, wg: jax.Array, block: jax.Array, mine: jax.Array) -> None:
         """Multiply, finish and store every tile."""
 
         def one_tile(i: jax.Array, _: None) -> None:
-            place = self.place(block + i * self.plan.tile.thread_blocks)
-            sums = (self.scaled_sums if self.plan.fp8 else self.plain_sums)(wg, i, place)
-            if not self.plan.gated:
+            place = self.place(block + i * self.sizes.tile.thread_blocks)
+            sums = (self.scaled_sums if self.sizes.fp8 else self.plain_sums)(wg, i, place)
+            if not self.sizes.gated:
                 self.store(wg, place, sums[0])
-            elif self.plan.fp8:
+            elif self.sizes.fp8:
                 self.store_quantised(wg, i, place, _swiglu(*sums))
             else:
                 self.store(wg, place, _swiglu(*sums))
@@ -161,55 +161,55 @@ class _Walk:
 
     def scaled_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
         """FP8: sums over K of products of blocks, each times its scales."""
-        plan, s = self.plan, self.scratch
+        sizes, s = self.sizes, self.scratch
         _, _, x_scale, w_scale = self.operands
         row_tile, column_tile, part = place
         row, column = self.share(wg)
-        rows = pl.ds(row_tile * plan.tile.rows + row, WGMMA_ROWS)
+        rows = pl.ds(row_tile * sizes.tile.rows + row, WGMMA_ROWS)
         group, of_columns = (
             self.table[0, row_tile],
-            lax.div(column_tile * plan.tile.columns + column, BLOCK),
+            lax.div(column_tile * sizes.tile.columns + column, BLOCK),
         )
 
         def scales(k: jax.Array | int) -> tuple[jax.Array, ...]:
-            depth = part * plan.steps + k
-            of_weights = (w_scale[group, b, of_columns, depth] for b in range(plan.blocks))
+            depth = part * sizes.steps + k
+            of_weights = (w_scale[group, b, of_columns, depth] for b in range(sizes.blocks))
             return load(x_scale, (depth, rows), WGMMA_ROW), *of_weights
 
         def step(k: jax.Array, carry: _Sums) -> _Sums:
             sums, (of_rows, *of_weights) = carry
-            slot = lax.rem(i * plan.steps + k, plan.tile.stages)
-            ahead = scales(jnp.minimum(k + 1, plan.steps - 1))  # loaded during a step
+            slot = lax.rem(i * sizes.steps + k, sizes.tile.stages)
+            ahead = scales(jnp.minimum(k + 1, sizes.steps - 1))  # loaded during a step
             plgpu.barrier_wait(s["full"].at[slot])
             new = []
-            for b in range(plan.blocks):
+            for b in range(sizes.blocks):
                 product = self.product(slot, b, wg)
-                if b == plan.blocks - 1:
+                if b == sizes.blocks - 1:
                     plgpu.barrier_arrive(s["free"].at[slot])
-                new.append(sums[b] + product * per_row(of_rows * of_weights[b], plan.width))
+                new.append(sums[b] + product * per_row(of_rows * of_weights[b], sizes.width))
             return tuple(new), ahead
 
-        zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, plan.width), jnp.float32), WGMMA)
-        return lax.fori_loop(0, plan.steps, step, ((zero,) * plan.blocks, scales(0)))[0]
+        zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, sizes.width), jnp.float32), WGMMA)
+        return lax.fori_loop(0, sizes.steps, step, ((zero,) * sizes.blocks, scales(0)))[0]
 
     def plain_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
         """The bfloat16 product: sums over K, kept by the tensor cores."""
         del place  # needed for scales only
-        plan, s = self.plan, self.scratch
+        sizes, s = self.sizes, self.scratch
 
         def over_k(*accs: Ref) -> tuple[jax.Array, ...]:
             def step(k: jax.Array, _: None) -> None:
-                slot = lax.rem(i * plan.steps + k, plan.tile.stages)
+                slot = lax.rem(i * sizes.steps + k, sizes.tile.stages)
                 plgpu.barrier_wait(s["full"].at[slot])
                 for b, acc in enumerate(accs):
                     self.multiply(acc, slot, b, wg)
                 plgpu.barrier_arrive(s["free"].at[slot])
 
-            lax.fori_loop(0, plan.steps, step, None)
+            lax.fori_loop(0, sizes.steps, step, None)
             return tuple(acc[...] for acc in accs)
 
         return pl.run_scoped(
-            over_k, *[plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, plan.width), jnp.float32)] * plan.blocks
+            over_k, *[plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, sizes.width), jnp.float32)] * sizes.blocks
         )
 
     def product(self, slot: jax.Array, b: int, wg: jax.Array) -> jax.Array:
@@ -219,19 +219,19 @@ class _Walk:
             self.multiply(acc, slot, b, wg)
             return acc[...]
 
-        return pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.plan.width), jnp.float32))
+        return pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.sizes.width), jnp.float32))
 
     def multiply(self, acc: Ref, slot: jax.Array, b: int, wg: jax.Array) -> None:
         """Add one stage's product to an accumulator of the tensor cores."""
         row, column = self.share(wg)
         x = self.scratch["xs"].at[slot, pl.ds(row, WGMMA_ROWS)]
-        w = self.scratch["ws"].at[slot, b, pl.ds(column, self.plan.width)]
+        w = self.scratch["ws"].at[slot, b, pl.ds(column, self.sizes.width)]
         plgpu.wgmma(acc, x, w.T)
         plgpu.wgmma_wait(0)
 
     def store(self, wg: jax.Array, place: Place, value: jax.Array) -> None:
         """Write a warpgroup's share of a tile through shared memory, without rows past the tile's end."""
-        tile, staged = self.plan.tile, self.scratch["staged"]
+        tile, staged = self.sizes.tile, self.scratch["staged"]
         row_tile, column_tile, part = place
         row, column = self.share(wg)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
@@ -240,7 +240,7 @@ class _Walk:
         out = self.out[0].at[part] if tile.splits > 1 else self.out[0]
         first = pl.multiple_of(self.table[1, row_tile] + row, ALIGNMENT)
         height = self.table[2, row_tile] - row
-        columns = pl.ds(column_tile * tile.columns + column, self.plan.width)
+        columns = pl.ds(column_tile * tile.columns + column, self.sizes.width)
 
         @pl.when(height >= WGMMA_ROWS)
         def _whole() -> None:
@@ -255,7 +255,7 @@ class _Walk:
 
     def store_quantised(self, wg: jax.Array, i: jax.Array, place: Place, value: jax.Array) -> None:
         """Write a tile as e4m3, with a scale for each row of its 128 columns."""
-        tile, s = self.plan.tile, self.scratch
+        tile, s = self.sizes.tile, self.scratch
         row_tile, column_tile, _ = place
         peak = jnp.max(jnp.abs(value), axis=1)
         if tile.rows == WGMMA_ROWS:  # the other warpgroup has the other half of each row
@@ -265,7 +265,7 @@ class _Walk:
             plgpu.barrier_wait(s["met"])
             peak = jnp.maximum(peak, plgpu.layout_cast(s["peaks"][turn, 1 - wg], WGMMA_ROW))
         scale = jnp.maximum(peak, TINY) * (1 / FP8_MAX)
-        self.store(wg, place, value * per_row(1 / scale, self.plan.width))
+        self.store(wg, place, value * per_row(1 / scale, self.sizes.width))
         # Through shared memory as well, as an address per thread would exceed the registers.
         s["scales"][wg] = scale
         plgpu.commit_smem()

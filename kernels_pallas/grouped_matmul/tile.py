@@ -33,7 +33,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Sizes:
     """Sizes of one call.
 
     Attributes:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.index_scores import mosaic_gpu, reference
-from kernels_pallas.index_scores.index_rows import Rows
+from kernels_pallas.index_scores.index_rows import Packed
 from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation
@@ -22,7 +22,7 @@ _LEAST_FP8 = 32
 def index_scores(
     q: Float[Array, "B W H i"],
     weights: Float[Array, "B W H"],
-    keys: Float[Array, "P S i"] | Rows,
+    keys: Float[Array, "P S i"] | Packed,
     page_table: Int[Array, "B n"],
     visible: Window,
     *,
@@ -102,7 +102,7 @@ def choose_splits(blocks: int, tiles: int) -> int:
     return min(range(1, min(tiles, _PROCESSORS) + 1), key=time)
 
 
-def check(q: Described, keys: Described | Rows) -> None:
+def check(q: Described, keys: Described | Packed) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     fp8, rows = isinstance(keys, tuple), jax.tree.leaves(keys)[0]
     heads, size = q.shape[2], rows.shape[1]

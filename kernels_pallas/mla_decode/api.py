@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mla_decode import mosaic_gpu, reference
-from kernels_pallas.mla_decode.fp8_rows import Rows
+from kernels_pallas.mla_decode.fp8_rows import Packed
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.visible import MAX_AHEAD, Window
@@ -26,7 +26,7 @@ _WRITTEN_OUT = 32
 def mla_decode(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Rows,
+    pages: jax.Array | Packed,
     page_table: jax.Array,
     visible: Window,
     *,
@@ -123,7 +123,7 @@ def choose_splits(blocks: int, columns: int) -> int:
     return min(range(1, min(steps, _PROCESSORS) + 1), key=time)
 
 
-def check(q: Described, q_rope: Described, pages: Described | Rows) -> None:
+def check(q: Described, q_rope: Described, pages: Described | Packed) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     (window, heads, rank), rows = q.shape[-3:], jax.tree.leaves(pages)[0]
     dtypes = {str(q.dtype), str(q_rope.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})

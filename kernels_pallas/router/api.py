@@ -1,10 +1,9 @@
 """The function that a model calls."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.mosaic import Interpreter
@@ -17,8 +16,7 @@ Implementation = Literal["xla", "mosaic_gpu"]
 _MAX_EXPERTS = 256
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Choice:
     """Experts of each token.
 

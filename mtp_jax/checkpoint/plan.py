@@ -21,7 +21,7 @@ HEAD, HEAD_EMBED = "lm_head.weight", f"{DRAFT_HEAD}.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """A checkpoint whose tensors match its config.
 
     Attributes:
@@ -48,7 +48,7 @@ class Plan:
         copies = (nextn_copies(first, k) for k in range(count))
         return param_specs(self.config, [(embed in own, head in own) for embed, head in copies])
 
-    def keeping(self, own: frozenset[str]) -> "Plan":
+    def keeping(self, own: frozenset[str]) -> "LoadPlan":
         """The plan whose draft head has an embedding of its own only if it differs; own: as in ``specs``."""
         head = head_of(self.config)
         if head is None or HEAD_EMBED not in self.duplicates or HEAD_EMBED in own:
@@ -73,7 +73,7 @@ def make_plan(
     draft_model: str | Path | None = None,
     num_nextn_layers: int | None = None,
     draft_captures: Captures | None = None,
-) -> Plan:
+) -> LoadPlan:
     """Read config and headers and match them.
 
     Args:
@@ -108,7 +108,7 @@ def make_plan(
 
 def match(
     cfg: ModelConfig, folder: Folder, draft: Draft, unread: Collection[str] = (), architecture: str = ""
-) -> Plan:
+) -> LoadPlan:
     """Match tensors with a config that counts the NextN layers to load.
 
     Args:
@@ -143,7 +143,7 @@ def match(
     files = sorted({t.file.path for t in found.values()})
     layout = draft.layout if wanted or draft.head else None
     tensors = {n: found[n] for n in check.used}
-    return Plan(cfg, tensors, duplicates, architecture, layout, tuple(files), folder.unread)
+    return LoadPlan(cfg, tensors, duplicates, architecture, layout, tuple(files), folder.unread)
 
 
 def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: int | None) -> int:

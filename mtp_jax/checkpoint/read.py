@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from mtp_jax.checkpoint import fp8
 from mtp_jax.checkpoint.formats import SUFFIXES, Stored, format_of, spec_names, staying
-from mtp_jax.checkpoint.plan import HEAD, Plan, make_plan
+from mtp_jax.checkpoint.plan import HEAD, LoadPlan, make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -70,7 +70,7 @@ Place = Callable[[Spec, Mapping[str, Tensor], Any], Any]
 
 
 def load_plan(
-    plan: Plan,
+    plan: LoadPlan,
     own: frozenset[str],
     dtype: str,
     keep: Collection[str],
@@ -121,7 +121,7 @@ class _Counter:
             self.progress(self.done, self.total)
 
 
-def is_copy(plan: Plan, name: str) -> bool:
+def is_copy(plan: LoadPlan, name: str) -> bool:
     """Whether a possible duplicate holds the same values as the trunk's tensor, compared in pieces."""
     a, b = plan.tensors[name], plan.tensors[plan.duplicates[name]]
     kind = np.uint8 if a.dtype == b.dtype else np.float32

@@ -13,7 +13,7 @@ from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_confi
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
-from mtp_jax.checkpoint.plan import HEAD_EMBED, Plan, copied_from, match, nextn_copies, unread_layers
+from mtp_jax.checkpoint.plan import HEAD_EMBED, LoadPlan, copied_from, match, nextn_copies, unread_layers
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -125,7 +125,7 @@ def _own_copies(now: Params) -> frozenset[str]:
     return frozenset(names)
 
 
-def _share(plan: Plan, own: frozenset[str]) -> None:
+def _share(plan: LoadPlan, own: frozenset[str]) -> None:
     """Embeddings and heads of NextN layers must be shared with the trunk where they are in memory.
 
     A table that memory has and the update lacks is the trunk's.

@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.arrays import Chunk, TopLogprobs
 from mtp_jax.decode.keys import Finish
+from mtp_jax.decode.part import StepPart
 from mtp_jax.decode.result import Emitted
-from mtp_jax.decode.rows import Rows
 from mtp_jax.decode.sampling import (
     Purpose,
     adjust,
@@ -28,10 +28,11 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
 
+# Declared without jax, which flax imports: not by `flax.struct`.
 jax.tree_util.register_dataclass(Chunk)
 
 
-def rows(state: State, chunk: Chunk, pages: int, model: Model) -> Rows:
+def part(state: State, chunk: Chunk, pages: int, model: Model) -> StepPart:
     """The chunk's tokens, padding included."""
     s = take_slots(state.slots, chunk.slot)
     index = jnp.arange(chunk.tokens.shape[1])
@@ -39,7 +40,7 @@ def rows(state: State, chunk: Chunk, pages: int, model: Model) -> Rows:
     written = jnp.where(index < chunk.count[:, None], positions, -1)
     form = model.on.latent.prefill_form(model.cfg, chunk.tokens.shape[1])
     view = PagedView(s.page_table[:, :pages], written, chain(chunk.start, chunk.count), form)
-    return Rows(chunk.slot, s, chunk.tokens, positions, view)
+    return StepPart(chunk.slot, s, chunk.tokens, positions, view)
 
 
 def last_of(hidden: Float[Array, "G T D"], chunk: Chunk) -> Float[Array, "G one D"]:
@@ -49,11 +50,11 @@ def last_of(hidden: Float[Array, "G T D"], chunk: Chunk) -> Float[Array, "G one 
 
 
 def first_tokens(
-    rows: Rows, hidden: Float[Array, "G T D"], logits: Float[Array, "G one V"], chunk: Chunk
+    part: StepPart, hidden: Float[Array, "G T D"], logits: Float[Array, "G one V"], chunk: Chunk
 ) -> tuple[Slots, Emitted]:
     """The slots after the chunk, and the first tokens of prompts that end. logits: of last tokens."""
-    s = rows.slots
-    healthy = (jnp.isfinite(hidden).all(axis=-1) | (rows.view.written < 0)).all(axis=1)
+    s = part.slots
+    healthy = (jnp.isfinite(hidden).all(axis=-1) | (part.view.written < 0)).all(axis=1)
     token, finish = _first_token(logits, s, chunk, healthy)
     fresh = (token >= 0) & (chunk.follows < 0)
     count = fresh.astype(jnp.int32)

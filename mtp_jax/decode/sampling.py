@@ -21,6 +21,7 @@ NO_TOKEN = -1
 """The token of a row that has no distribution: its logits hold NaN or +inf, or every token is masked."""
 
 
+# Declared without jax, which flax imports: not by `flax.struct`.
 jax.tree_util.register_dataclass(SamplingState)
 jax.tree_util.register_dataclass(TopLogprobs)
 

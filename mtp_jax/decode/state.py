@@ -22,6 +22,7 @@ from mtp_jax.model.stack import Stack
 
 Tree = TypeVar("Tree")
 
+# Declared without jax, which flax imports: not by `flax.struct`.
 jax.tree_util.register_dataclass(SlotRow)
 
 

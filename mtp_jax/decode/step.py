@@ -29,8 +29,8 @@ from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import DraftKey, Finish, SamplingMode, StepKey
 from mtp_jax.decode.law import Law
+from mtp_jax.decode.part import StepPart
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack, stack
-from mtp_jax.decode.rows import Rows
 from mtp_jax.decode.sampling import (
     Purpose,
     adjust,
@@ -178,7 +178,7 @@ class Step:
         """The second half. allowed: masks of grammars at each position of the window."""
         pages, on = self.key.pages, self.model.on
         windows = None if drafts is None else _windows(state, drafts, pages)
-        prompts = None if chunk is None else prefill.rows(state, chunk, pages, self.model)
+        prompts = None if chunk is None else prefill.part(state, chunk, pages, self.model)
         parts = [p for p in (windows, prompts) if p]
         with jax.named_scope("verify" if windows else "prefill_trunk"):
             tokens, positions = (
@@ -261,32 +261,32 @@ class Step:
             return verdict, all_finite(logits)
 
     def _moved(
-        self, state: State, rows: Rows, path: Int[Array, "B W"], count: Int[Array, " B"]
-    ) -> tuple[State, Rows]:
+        self, state: State, part: StepPart, path: Int[Array, "B W"], count: Int[Array, " B"]
+    ) -> tuple[State, StepPart]:
         """The first ``count`` nodes of a tree's path as a chain: in the trunk's caches, and as rows."""
-        index, length = jnp.arange(path.shape[1]), rows.slots.length[:, None]
+        index, length = jnp.arange(path.shape[1]), part.slots.length[:, None]
         target = jnp.where((index < count[:, None]) & (path != index), length + index, -1)
-        caches = trunk.moved(state.trunk, self.model.on, rows.view.page_table, length + path, target)
-        rows = rows._replace(tokens=along(path, rows.tokens), positions=length + index)
-        return state.replace(trunk=caches), rows
+        caches = trunk.moved(state.trunk, self.model.on, part.view.page_table, length + path, target)
+        part = part._replace(tokens=along(path, part.tokens), positions=length + index)
+        return state.replace(trunk=caches), part
 
     def _commit(
         self,
         params: Params,
         state: State,
-        rows: Rows,
+        part: StepPart,
         features: Features,
         count: Int[Array, " _B"],
         after: Slots,
         defer: bool = False,
     ) -> State:
         """The state in which the first ``count`` tokens of each row belong to its sequence."""
-        view, own = rows.view, state.drafter.of(rows.which)
-        positions = jnp.where(jnp.arange(rows.tokens.shape[1]) < count[:, None], rows.positions, -1)
-        seen = Committed(rows.tokens, positions, features, count, view.page_table, view.form, defer)
+        view, own = part.view, state.drafter.of(part.which)
+        positions = jnp.where(jnp.arange(part.tokens.shape[1]) < count[:, None], part.positions, -1)
+        seen = Committed(part.tokens, positions, features, count, view.page_table, view.form, defer)
         told = self.drafter.observe(params, own, seen, self.model.on)
-        slots = put_slots(state.slots, rows.which, after, rows.slots)
-        return state.replace(slots=slots, drafter=state.drafter.put(rows.which, told, own))
+        slots = put_slots(state.slots, part.which, after, part.slots)
+        return state.replace(slots=slots, drafter=state.drafter.put(part.which, told, own))
 
     def _top(self, logits: Float[Array, "_B _W V"] | None, emitted: Emitted) -> TopLogprobs | None:
         """Log-probabilities of the emitted tokens, where the mode has any."""
@@ -317,7 +317,7 @@ class DraftAlone:
         return drafts.tokens, drafts.logits
 
 
-def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
+def _windows(state: State, drafts: Drafts, pages: int) -> StepPart:
     """Every slot's newest token and drafts. Drafts past its own depth are padding, as are idle slots."""
     which = len(drafts.tokens)
     s = take_slots(state.slots, which)
@@ -327,7 +327,7 @@ def _windows(state: State, drafts: Drafts, pages: int) -> Rows:
     written = jnp.where(index < count[:, None], s.length[:, None] + index, -1)
     visible = replace(chain(s.length, count), ancestors=drafts.lineage)
     view = PagedView(s.page_table[:, :pages], written, visible)
-    return Rows(which, s, tokens, s.length[:, None] + drafts.steps, view)
+    return StepPart(which, s, tokens, s.length[:, None] + drafts.steps, view)
 
 
 def _advance(s: Slots, emitted: Emitted) -> Slots:

@@ -8,7 +8,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.index_scores import index_rows
-from kernels_pallas.mla_decode.fp8_rows import BLOCK, Rows, pack, unpack
+from kernels_pallas.mla_decode.fp8_rows import BLOCK, Packed, pack, unpack
 from mtp_jax.model.config import ModelConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING
 from mtp_jax.model.mla import Form
@@ -40,8 +40,8 @@ class LayerCache:
         index: index keys [P, S, i], of a layer with an indexer; or two arrays (see `index_rows.pack`).
     """
 
-    rows: Float[Array, "*b c"] | Rows
-    index: Float[Array, "*b i"] | Rows | None = None
+    rows: Float[Array, "*b c"] | Packed
+    index: Float[Array, "*b i"] | Packed | None = None
 
     @property
     def page_size(self) -> int:

@@ -5,10 +5,10 @@ and the ``topk`` best are attended to. Scores are float32. The first entry wins 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.top_k.reference import NOTHING
@@ -25,8 +25,7 @@ Empty where no layer has chosen: in a model without an indexer, or before a laye
 """
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class IndexQueries:
     """Queries of a token to index keys: one for each index head, and the weights of heads.
 

@@ -1,10 +1,9 @@
 """Multi-head Latent Attention: queries and rows from results of projections, attention in its two forms."""
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from mtp_jax.model.config import ModelConfig
@@ -15,8 +14,7 @@ from mtp_jax.model.params import Attention
 Form = Literal["naive", "absorbed"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Queries:
     """Queries after projection.
 

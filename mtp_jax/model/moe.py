@@ -4,11 +4,11 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.narrow import Narrow, expand, index
@@ -22,8 +22,7 @@ Product = Callable[[jax.Array, Any, Any], jax.Array]
 _TILES = 8, 64
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Routing:
     """Chosen experts and their weights; ids outside ``[0, E)`` contribute nothing and cost nothing.
 

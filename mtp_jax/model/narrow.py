@@ -5,12 +5,13 @@ leading dimensions of the weight, so that experts are indexed, and split over a 
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, PyTree, UInt16
 
@@ -37,8 +38,7 @@ class Narrow(ABC):
         """The same matrices, their rows or columns grouped differently."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Bf16(Narrow):
     """bfloat16 weights of a model that computes in float32.
 
@@ -65,8 +65,7 @@ class Bf16(Narrow):
         return jax.tree.map(lambda a: a.reshape(shape), self)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Fp8(Narrow):
     """Block-scaled FP8 (arXiv 2412.19437, section 3.3).
 
@@ -101,8 +100,7 @@ class Fp8(Narrow):
         return Fp8(self.values.reshape(shape), self.scale, bits)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Int4(Narrow):
     """Signed 4-bit values with a scale for each group of inputs, as compressed-tensors packs them.
 
@@ -133,8 +131,7 @@ class Int4(Narrow):
         return jax.tree.map(lambda a: a.reshape((*rows, a.shape[-1])), self)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class InStack(Narrow):
     """A weight of a stack, read in place: slices of inputs are taken first, and then the weight.
 

@@ -17,6 +17,7 @@ from mtp_jax.model.layer_specs import Attention, GqaAttention, Indexer, Layer, M
 from mtp_jax.model.spec import Spec
 from mtp_jax.model.specs import NextN, Params, param_specs
 
+# `flax.struct` declares every other pytree; these classes are declared without jax, and flax imports it.
 for _tree in (
     *(Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Params),
     *(Eagle3, BlockHead, BlockLayer, Convolution, Markov, Confidence, Selector),

@@ -4,11 +4,11 @@ A backend chooses the layers to stack (``Backend.arranged``); all other code see
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import jax
 import numpy as np
+from flax import struct
 from jaxtyping import Array, Int, PyTree
 
 from mtp_jax.model.narrow import InStack, Narrow, index, is_narrow, readable, with_bits, without_bits
@@ -18,8 +18,7 @@ Tree = TypeVar("Tree")
 _ALIGNMENT = 64
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Stack(Generic[Tree]):
     """n trees of the same structure, shapes and dtypes.
 

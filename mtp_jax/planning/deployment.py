@@ -9,7 +9,7 @@ from mtp_jax.planning.fit import IMBALANCE, MEMORY_FRACTION
 from mtp_jax.planning.hardware import Gpu, Rate
 from mtp_jax.planning.weights import Storage
 
-Exchange = Literal["gather", "all-to-all", "per-expert"]
+ExchangeWay = Literal["gather", "all-to-all", "per-expert"]
 """The exchange: the way of rows to their experts. gather: every GPU gets all rows, and sums are reduced and
 scattered. all-to-all: a row goes once to each GPU that holds experts of it. per-expert: a row goes once for
 each of its experts, as DeepEP's low-latency kernels send it.
@@ -54,7 +54,7 @@ class Deployment:
     attention: Rate = "bf16"
     redundant: int = 0
     imbalance: float = IMBALANCE
-    exchange: Exchange = "all-to-all"
+    exchange: ExchangeWay = "all-to-all"
     memory_fraction: float = MEMORY_FRACTION
     micro_batches: int = 1
 

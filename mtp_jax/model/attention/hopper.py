@@ -22,7 +22,7 @@ from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries, Ups, queries, rows_of
 from mtp_jax.model.params import Attention
 from mtp_jax.model.products import e4m3
-from mtp_jax.model.products.e4m3 import Rows
+from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.hopper import HopperProducts, can
 from mtp_jax.model.products.plain import Reader, Readers
 from mtp_jax.model.products.stream import summed
@@ -129,7 +129,7 @@ class HopperLatent(Latent):
         angles: Float[Array, "B W 2 r"],
         cache: LayerCache,
         view: PagedView,
-    ) -> tuple[Rows, Entries | None, LayerCache]:
+    ) -> tuple[HopperRows, Entries | None, LayerCache]:
         """Queries' low rank normed and quantised, and the window's rows written.
 
         q, kv: results of their projections. Rows for an FP8 cache are returned, not written.
@@ -151,7 +151,7 @@ class HopperLatent(Latent):
         with jax.named_scope("cache_write"):
             cos_sin = angles[..., 0, :], angles[..., 1, :]
             low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.rows, view)
-        rows = Rows(q.shape[-3:], None, Quantised(*low))
+        rows = HopperRows(q.shape[-3:], None, Quantised(*low))
         return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
 
 

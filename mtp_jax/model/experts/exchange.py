@@ -23,9 +23,9 @@ from mtp_jax.model.config import ModelConfig
 
 ExchangeChoice = Literal["auto", "gather", "all_to_all"]
 
-Rows = Any
+RowTree = Any
 """A tree of arrays whose first axis is rows."""
-RunExperts = Callable[[Rows, Int[Array, "R k"], Float[Array, "R k"]], Float[Array, "R D"]]
+RunExperts = Callable[[RowTree, Int[Array, "R k"], Float[Array, "R k"]], Float[Array, "R D"]]
 """The weighted sum of a device's own experts for each row; ids of other experts contribute nothing."""
 
 
@@ -73,7 +73,7 @@ class Exchange:
 
     def by_all_to_all(
         self,
-        rows: Rows,
+        rows: RowTree,
         ids: Int[Array, "T k"],
         weights: Float[Array, "T k"],
         wanted: Bool[Array, "T domains"],
@@ -119,7 +119,7 @@ class Exchange:
 
 
 def by_gather(
-    run: RunExperts, rows: Rows, ids: Int[Array, "T k"], weights: Float[Array, "T k"]
+    run: RunExperts, rows: RowTree, ids: Int[Array, "T k"], weights: Float[Array, "T k"]
 ) -> Float[Array, "T D"]:
     """The sum over experts, by a gather of all rows and a sum of all results."""
 

@@ -16,7 +16,7 @@ from mtp_jax.model.sharding import partition, ways
 
 
 @dataclass(frozen=True)
-class Rows:
+class HopperRows:
     """Activations, plain and quantised, for the products that read them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Operand:
     """Rows for a kernel or for experts, of all devices or, in ``shard_map``, of one.
 
     Attributes:
-        values: [B, W, D]; in e4m3 [T, D], see ``Rows.quantised``.
+        values: [B, W, D]; in e4m3 [T, D], see ``HopperRows.quantised``.
         scale: float32 [D / 128, T] of rows in e4m3, else None.
     """
 
@@ -80,19 +80,19 @@ class Operand:
 
 def plain(x: Any) -> Float[Array, "B W D"]:
     """Rows of a product that does not take them quantised."""
-    whole = x.plain if isinstance(x, Rows) else x
+    whole = x.plain if isinstance(x, HopperRows) else x
     assert whole is not None, "a product reads rows that were made for others"
     return whole
 
 
 def dtype_of(x: Any) -> Any:
     """The dtype of the rows before they were quantised."""
-    return jnp.bfloat16 if isinstance(x, Rows) and x.plain is None else plain(x).dtype
+    return jnp.bfloat16 if isinstance(x, HopperRows) and x.plain is None else plain(x).dtype
 
 
 def operand(x: Any) -> Operand:
     """Rows for a product by a kernel: the quantised rows, if there are any."""
-    if isinstance(x, Rows) and x.quantised is not None:
+    if isinstance(x, HopperRows) and x.quantised is not None:
         return Operand(x.quantised.values, x.quantised.scale)
     return Operand(plain(x))
 

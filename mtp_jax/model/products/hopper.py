@@ -23,7 +23,7 @@ from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.params import Mlp, Moe
 from mtp_jax.model.products import e4m3
-from mtp_jax.model.products.e4m3 import Rows
+from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.plain import Products, Reader, Readers, Split, Weight
 from mtp_jax.model.products.stream import Stream, plus, stream, summed
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
@@ -88,7 +88,7 @@ class HopperProducts(Products):
 
     def norm(
         self, x: Any, weight: Float[Array, " D"], eps: float, readers: Readers = ()
-    ) -> tuple[Stream, Rows | Float[Array, "B W D"]]:
+    ) -> tuple[Stream, HopperRows | Float[Array, "B W D"]]:
         """The stream with its addends summed, and normed, quantised for the readers that take it so.
 
         Without addends a kernel's norm returns the stream as it came.
@@ -121,7 +121,7 @@ class HopperProducts(Products):
         out = [slots] * (bool(added) + also_plain), e4m3.of_rows()
         with jax.named_scope("norm"):
             whole, rows = sharded(local, self.mesh, (partition(), *given), out)(weight, x, *added)
-        quantised = Rows(shape, whole[-1] if also_plain else None, Quantised(*rows))
+        quantised = HopperRows(shape, whole[-1] if also_plain else None, Quantised(*rows))
         return Stream(whole[0] if added else x, ()), quantised
 
     def add(self, x: Any, *outs: Float[Array, "..."]) -> Stream:
@@ -152,7 +152,7 @@ class HopperProducts(Products):
             return rows.values, rows.scale
 
         rows = sharded(local, self.mesh, (partition("slots", None, "heads"),), e4m3.of_rows("heads"))(x)
-        return Rows(wide, None, Quantised(*rows))
+        return HopperRows(wide, None, Quantised(*rows))
 
     # Products
 

@@ -8,8 +8,8 @@ from mtp_jax.decode.state import Slots, Which
 from mtp_jax.model.cache import PagedView
 
 
-class Rows(NamedTuple):
-    """One part.
+class StepPart(NamedTuple):
+    """The rows of one part.
 
     Attributes:
         which: slot of each sequence.
