@@ -19,7 +19,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     keys = given(args, Settings).get("api_keys", ())
     keys = (*keys, *filter(None, [os.environ.get(KEY_VARIABLE)]))
     settings = chosen(args, Settings, ["api_keys"], model_names=name, admin_key=admin_key, api_keys=keys)
-    if settings.strict_draft and chosen(args, LLMOptions).law:
+    law = chosen(args, LLMOptions).law  # raises its error before weights are read
+    if law and settings.strict_draft:
         raise ConfigError(
             "--strict-draft asks for the model's verdict on drafts, --synthetic-acceptance throws it away; "
             "leave one of them out"
