@@ -16,7 +16,7 @@ class Verdict:
 
     Attributes:
         distance: the largest norm(kernel - reference) / norm(reference) of all outputs.
-        not_finite: elements of all outputs that are not finite where the reference's are.
+        not_finite: number of NaN and infinite elements, in all outputs, where the reference is finite.
         worst: the element with the largest error, in words.
     """
 

@@ -46,7 +46,7 @@ def shapes() -> dict[str, Shape]:
         "small-page-edges": Shape(3, (0, 6, -1, 15), 2, 3, q_rank=512, page=8, columns=2),
         "small-halves": Shape(1, (3, -1, 5), q_rank=1024, page=4, columns=2, interleaved=False),
         "small-rows": Shape(2, (0, -1), 1, 2, q_rank=512, written=False),
-        # DeepSeek-V3: a step of 128 slots on one GPU, of their eighth, of one slot; a chunk of a prompt.
+        # DeepSeek-V3's dimensions: steps of 128 slots, of 16 and of 1; a chunk of a prompt; unwritten rows.
         "window4-batch128": Shape(4, (32,) * 128, 2, 7),
         "window4-batch16": Shape(4, (32,) * 16, 8, 14),
         "window1-batch1": Shape(1, (32,), 8, 14),

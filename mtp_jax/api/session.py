@@ -25,7 +25,7 @@ class Session:
             self.engine.submit(completion.request)
 
     def abort(self, prompt: PromptState) -> list[PromptState]:
-        """End the unfinished completions of a prompt. Returns the prompt if it had any."""
+        """End the unfinished completions of a prompt. Returns [prompt] if a completion was unfinished."""
         left = [c.request for c in prompt.completions if c.request.id in self._serving]
         for request in left:
             self.engine.abort(request)

@@ -18,7 +18,7 @@ class Bits:
     """Cost of pieces of text to the model, in bits: the sum of -log2 p of every token but a piece's first.
 
     Attributes:
-        context: tokens of a piece, including the first, which is given.
+        context: number of tokens of a piece; the first is not predicted.
         tokens: predicted tokens, all pieces together.
         bits: bits of each piece. bytes: for each piece, the UTF-8 bytes that its predicted tokens decode to.
     """

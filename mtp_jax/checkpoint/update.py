@@ -38,7 +38,7 @@ def read_update(
     """Read every parameter of a model to the host.
 
     Args:
-        cfg: the model in memory, with its NextN layers there.
+        cfg: the loaded model; it counts the NextN layers that are in memory.
         now: its parameters, or a tree of their shapes.
         source: the tensors of the trunk, and of the NextN layers unless ``draft_model`` has them.
         draft_model: a folder with the NextN layers, in any layout that ``load`` takes.

@@ -133,7 +133,7 @@ def cheapest(keys: Iterable["Key"], need: StepKey) -> StepKey | None:
 
 
 def _width(logprobs: int | None) -> int:
-    """Orders programs by their log-probabilities; None, not even the chosen token's, is the least."""
+    """The number of log-probabilities that a program gives per token, for sorting; None comes first."""
     return -1 if logprobs is None else logprobs
 
 

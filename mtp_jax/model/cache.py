@@ -149,7 +149,7 @@ def places(
 
 
 def rows_at(pages: Tree, page_table: Int[Array, "B n"], rows: Int[Array, "B W"]) -> Tree:
-    """Rows by their number in their slot, as a tree of ``pages`` [P, S, c] holds them: [B, W, c]."""
+    """Gather rows of each slot by number, through its page table, from ``pages`` [P, S, c]: [B, W, c]."""
     count, size = jax.tree.leaves(pages)[0].shape[:2]
     page, offset, _ = places(count, size, page_table, rows)
     return jax.tree.map(lambda a: a[page, offset].reshape(*rows.shape, -1), pages)

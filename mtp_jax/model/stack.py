@@ -88,7 +88,7 @@ def stacked(trees: list[Tree], consume: bool = False) -> Stack[Tree]:
 
 
 def parts(stack: Stack[Tree]) -> list[Tree]:
-    """The trees of a stack on a CPU, as parts of its memory."""
+    """The trees of a stack as views of its memory, without a copy, on a CPU."""
 
     def part(w: PyTree, i: int) -> PyTree:
         return _kept(w, jax.tree.map(lambda a: np.asarray(a)[i], without_bits(w)))

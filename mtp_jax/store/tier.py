@@ -4,8 +4,8 @@
     Scheduler: a page of a prompt that is in no pool -> has, get -> write: one WritePages, before the prefill
 
 A page that is forgotten still holds its rows until the next program that writes to pages. So the runner calls
-``launch`` before any such program, and nothing waits for it: the device runs programs in order, and a thread
-waits for the copy.
+``launch`` before any such program. The device runs programs in order, and a thread waits for the copy; the
+engine waits only where too many copies are in flight.
 """
 
 import logging

@@ -70,7 +70,7 @@ def read_tiktoken(file: Path, config: JsonMapping) -> tokenizers.Tokenizer:
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
-    """Token -> rank: 0, 1, 2, ... with all 256 bytes among them."""
+    """Read the rank of each token: 0, 1, 2, ...; each of the 256 bytes must be a token."""
     ranks: dict[bytes, int] = {}
     try:
         for number, line in enumerate(file.read_bytes().splitlines(), 1):

@@ -13,7 +13,7 @@ from mtp_jax.model.nextn import NextNLayers
 
 
 def build(cfg: ModelConfig, suffix: bool = False) -> Drafter:
-    """The drafter that the model was loaded with: a draft head, or its layers. suffix: behind matches."""
+    """The model's drafter: its head, its NextN layers, or none. suffix: put ``Suffix`` in front of it."""
     own: Drafter = Nothing(cfg.vocab_size)
     if isinstance(cfg.drafter, Eagle3Config):
         own = Recursive(Eagle3Head(cfg))

@@ -24,7 +24,7 @@ from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 @dataclass(frozen=True)
 class Experts:
-    """The second half of an MoE block.
+    """Router, routed experts and shared expert of an MoE block.
 
     Attributes:
         on: computes the products.

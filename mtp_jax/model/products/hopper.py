@@ -49,7 +49,7 @@ class HopperProducts(Products):
     # The kernels that run
 
     def runs(self, part: str, check: Callable[..., None], *args: Any) -> bool:
-        """Whether the kernel that ``check`` speaks for runs. Raises ConfigError if it must and cannot."""
+        """Whether the kernel takes these arguments, which ``check`` tells. ``strict``: raises ConfigError."""
         if part not in self.kernels:
             return False
         try:

@@ -48,7 +48,7 @@ class Format:
         prefix: stands before the name, unless a model leaves it out.
         between: stands between two calls.
         blocks: open the calls; the first one is written. Empty where each call stands alone.
-        after_block: stands between it and the first call.
+        after_block: text between the tag that opens the block and the first call.
         before_block_end: stands between the last call and the end of the block.
         block_ends: end the calls; the first one is written.
         parameter: None where the arguments are JSON.

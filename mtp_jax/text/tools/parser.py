@@ -178,7 +178,7 @@ class ToolParser:
         return False
 
     def _after(self, final: bool) -> bool:
-        """A further call, or the end of the block."""
+        """Read the tag of a further call, or of the end of the block."""
         form, text = self._form, self._held.lstrip()
         tags = (*form.block_ends, *form.opens)
         tag = next((tag for tag in tags if text.startswith(tag)), None)

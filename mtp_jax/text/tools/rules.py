@@ -91,7 +91,7 @@ class Rules:
         return self.add("json", f"%json {self._vocabulary.embed(schema)}")
 
     def token(self, tag: str) -> str | None:
-        """A tag as a token, which no text holds; None if it is none."""
+        """The grammar's notation for a tag that is a special token, no text; None for another tag."""
         own = self._vocabulary.token(tag)
         return None if own is None else f"<[{own}]>"
 
