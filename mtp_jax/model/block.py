@@ -175,7 +175,7 @@ def _attend(
     w = kind.by_head(a, cfg)
     assert own is not None, "a pass without a cache leaves its entries to its caller"
 
-    def local(q, own, w, cache, view):  # type: ignore[no-untyped-def]
+    def local(q, own, w, cache, view):
         cached, mask = Paged(cache, view, cfg.row).read(own.rows.dtype)
         block = jnp.broadcast_to((view.written >= 0)[:, :, None], (*own.rows.shape[:2], own.rows.shape[1]))
         both = Whole(jnp.concatenate([cached, own.rows], axis=1), jnp.concatenate([mask, block], axis=2))
