@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.decode.law import Law
-from mtp_jax.decode.sampling import NO_TOKEN, row_keys
+from mtp_jax.decode.sampling import NO_TOKEN, Purpose, row_keys
 from mtp_jax.decode.state import Slots
 from mtp_jax.decode.verify import Verdict
 
-_PURPOSE = 1 << 20  # of random numbers that no step draws
+# The last draft of a step draws with the number before this one (``Purpose``).
+_PURPOSE = Purpose.DRAFT + MAX_DRAFTS
 
 
 def kept(law: Law, s: Slots, drafts: Int[Array, "B K"], count: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -29,6 +31,6 @@ def instead(real: Verdict, forced: Verdict) -> Verdict:
     """The forced verdict, of which the compiler cannot know that it needs no real one.
 
     No count or token is below NO_TOKEN. An optimization barrier would not do: XLA drops it on a CPU, and with
-    it the verification that nobody reads.
+    it the verification, whose result no other code reads.
     """
     return jax.tree.map(lambda a, b: jnp.where(a < NO_TOKEN, a, b), real, forced)
