@@ -41,14 +41,16 @@ class History:
         size, slots = r.choice([4, 8, 16]), self.shards * r.choice([1, 2, 3])
         longest = 96
         most = -(-(longest + depth) // size)
-        tier = r.random() < 0.5
+        tier, adaptive = r.random() < 0.5, r.random() < 0.7
+        ranked = adaptive and depth > 1 and slots > 1 and seed % 3 > 0
         self.config = EngineConfig(
             max_num_seqs=slots,
             max_model_len=longest,
             page_size=size,
             prefill_chunk=r.choice([16, 32]),
             num_speculative_tokens=depth,
-            adaptive_depth=r.random() < 0.7,
+            adaptive_depth=adaptive,
+            adaptive_verification=ranked,
             num_pages=most + r.choice([0, 1, most]),
             host_cache_gib=r.choice([8, 64, 512]) * (2 * size + 1) * 8 / 2**30 if tier else 0.0,
         )
@@ -56,7 +58,8 @@ class History:
         self.language = Language(VOCAB, rates, seed, None, (EOS,), ends, frozenset({BROKEN}))
         self.languages = {"0": self.language}
         pages = self.config.pages_per_shard(self.shards)
-        self.device = Watched(self.language, slots=slots, pages=pages, page_size=size, shards=self.shards)
+        sizes = {"slots": slots, "pages": pages, "page_size": size, "shards": self.shards}
+        self.device = Watched(self.language, **sizes, margins=ranked)
         self.device.any_depth = seed % 2 == 0
         self.engine = Engine(CFG, self.config, self.device, grammars)
         # Measured time must decide nothing: a seed is one history.
