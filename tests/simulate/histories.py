@@ -41,19 +41,19 @@ class History:
         size, slots = r.choice([4, 8, 16]), self.shards * r.choice([1, 2, 3])
         longest = 96
         most = -(-(longest + depth) // size)
-        tier, adaptive = r.random() < 0.5, r.random() < 0.7
-        ranked = adaptive and depth > 1 and slots > 1 and seed % 3 > 0
+        tier = r.random() < 0.5
         self.config = EngineConfig(
             max_num_seqs=slots,
             max_model_len=longest,
             page_size=size,
             prefill_chunk=r.choice([16, 32]),
             num_speculative_tokens=depth,
-            adaptive_depth=adaptive,
-            adaptive_verification=ranked,
+            adaptive_depth=r.random() < 0.7,
             num_pages=most + r.choice([0, 1, most]),
             host_cache_gib=r.choice([8, 64, 512]) * (2 * size + 1) * 8 / 2**30 if tier else 0.0,
         )
+        ranked = self.config.adaptive_depth and depth > 1 and slots > 1 and seed % 3 == 0
+        self.config = replace(self.config, adaptive_verification=ranked)
         ends = r.choice([0.0, 0.02])
         self.language = Language(VOCAB, rates, seed, None, (EOS,), ends, frozenset({BROKEN}))
         self.languages = {"0": self.language}
