@@ -41,8 +41,8 @@ def make_runner(
     params = with_slots(params, config.redundant_experts, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
-    sizes = config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns
-    shape = StateShape(*sizes, config.dtype, fp8=config.kv_cache_dtype == "fp8")
+    pages, fp8 = config.pages_per_shard(shards), config.kv_cache_dtype == "fp8"
+    shape = StateShape(config.max_num_seqs, pages, config.page_size, config.columns, config.dtype, fp8)
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
     runner = LocalRunner(Model(cfg, on), params, shape, config.suffix_drafts, config.law)
     _check_host_cache(config, runner.page_bytes)

@@ -204,8 +204,9 @@ def _depth(a: Arguments) -> Reports:
     from mtp_jax.bench import depth, subject
 
     model = subject.load(a.model, drafts=any(a.depths))
-    sizes = a.prompts, a.prompt_tokens, a.max_tokens
-    yield depth.run(model, a.depths, a.temperature, *sizes, a.synthetic_acceptance)
+    yield depth.run(
+        model, a.depths, a.temperature, a.prompts, a.prompt_tokens, a.max_tokens, a.synthetic_acceptance
+    )
 
 
 def _sweep(a: Arguments) -> Reports:
