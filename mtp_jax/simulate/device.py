@@ -24,7 +24,7 @@ DEFERRED = 16
 """Steps whose work one flush does; the NextN drafter has the same number."""
 
 _WORD = 32  # tokens of a word of a mask
-_FREE = 2**_WORD - 1  # one that allows all of them
+_FREE = 2**_WORD - 1  # the word that allows all of them
 _Scored = tuple[int, int]  # a token, after the hidden state that it follows
 
 
@@ -58,7 +58,7 @@ class Simulated(DeviceRunner):
         shards: int = 1,
         seconds: float = 0.0,
     ) -> None:
-        """pages: per data shard. seconds: that each step takes, beside the host's own time."""
+        """pages: per data shard. seconds: duration of a step on the device."""
         super().__init__(shards)
         self.language, self._seconds = language, seconds
         self._sizes = slots, pages, page_size, shards
@@ -84,7 +84,7 @@ class Simulated(DeviceRunner):
         return list(self._compiled)
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Take note of a violation."""
+        """Take note of keys: there is nothing to compile."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         for i, key in enumerate(missing, start=1):
             self._compiled = {**self._compiled, key: None}
@@ -189,7 +189,7 @@ class Simulated(DeviceRunner):
         return lambda: self._arrived(at, result)
 
     def _ends(self) -> float:
-        """When a step that is launched now ends: it begins when the one before it has ended."""
+        """The time at which a step that is launched now ends: it begins when the step before it has ended."""
         self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds
         return self._busy_until
 

@@ -26,36 +26,35 @@ class PageStore(Protocol):
     def __contains__(self, digest: object) -> bool: ...
 
     def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of the first digests, up to the first that is not here or is damaged."""
+        """The pages of these digests, up to the first digest whose page is missing or damaged."""
         ...
 
     def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
-        """Keep a page, whose arrays nobody changes any more. crc: its checksum, where it is known."""
+        """Keep a page, whose arrays must not change any more. crc: its checksum; None: not known."""
         ...
 
     def used(self, digests: Iterable[bytes]) -> None:
-        """Count these as used, the last one as the latest."""
+        """Mark the pages of these digests as used, the last digest as the latest."""
         ...
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """Keep these pages, or any page, no longer."""
+        """Drop these pages; None: all pages."""
         ...
 
 
 class MemoryStore:
     """See ``PageStore``. Keeps the pages that were used last, up to ``budget`` bytes.
 
-    ``get`` counts the ends of a prefix as used before its beginning, so that the ends are the first to go.
-    Pages are ``dropped`` as "room" was needed for other pages, or as they were "damaged".
+    ``get`` marks the last page of a prefix as used first, so that prefixes lose their ends first. Reasons in
+    ``dropped``: "room", which other pages needed, and "damaged".
     """
 
     def __init__(self, budget: int) -> None:
         self.budget, self.held, self.stored = budget, 0, 0
         self.dropped: Counter[str] = Counter()
         self._lock = Lock()
-        self._kept: OrderedDict[bytes, tuple[Page, int]] = (
-            OrderedDict()
-        )  # with checksums; the next to go first
+        # Pages with checksums, the next to go first.
+        self._kept: OrderedDict[bytes, tuple[Page, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -64,10 +63,7 @@ class MemoryStore:
         return digest in self._kept
 
     def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of the first digests, up to the first that is not here or is damaged.
-
-        A damaged page is dropped.
-        """
+        """See ``PageStore``. A damaged page is dropped."""
         pages: list[Page] = []
         for digest in digests:
             kept = self._kept.get(digest)
@@ -82,10 +78,7 @@ class MemoryStore:
         return pages
 
     def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
-        """Keep a page, whose arrays nobody changes any more, unless it is larger than the budget.
-
-        crc: its checksum, where it is known.
-        """
+        """See ``PageStore``. A page that is larger than the budget is not kept."""
         crc, needed = checksum(page) if crc is None else crc, size(page)
         with self._lock:
             if digest in self._kept:
@@ -103,14 +96,14 @@ class MemoryStore:
             self.stored += 1
 
     def used(self, digests: Iterable[bytes]) -> None:
-        """Count these as used, the last one as the latest."""
+        """See ``PageStore``."""
         with self._lock:
             for digest in digests:
                 if digest in self._kept:
                     self._kept.move_to_end(digest)
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """Keep these pages, or any page, no longer."""
+        """See ``PageStore``."""
         for digest in list(self._kept) if digests is None else digests:
             self._drop(digest)
 

@@ -112,7 +112,7 @@ class HostTier:
             _LOG.warning("no memory for pages of the prefix cache; lower host_cache_gib")
 
     def _landed(self) -> None:
-        """Take note of the copies that have ended. Raises the error of one that failed."""
+        """Take note of the copies that have ended. Raises the error of a copy that failed."""
         while self._flights and self._flights[0][0].done():
             future, digests = self._flights.popleft()
             for digest in digests:
@@ -126,7 +126,7 @@ class HostTier:
         return digest in self._evicted or digest in self._arriving or digest in self.store
 
     def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of the first digests, up to the first that is damaged or has gone meanwhile.
+        """The pages of these digests, up to the first digest whose page is damaged or has gone.
 
         Waits for copies that are on their way.
         """
@@ -149,7 +149,7 @@ class HostTier:
             self.restored += len(pages)
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """Give back these pages, or any page that was evicted so far, no longer."""
+        """Forget these pages; None: all pages that were evicted so far."""
         gone = None if digests is None else list(digests)
         self.flushes += gone is None
         for digest in list(self._evicted) if gone is None else gone:

@@ -29,7 +29,7 @@ class Tags:
         self._key, self._count = key, 0
 
     def next(self, parts: Sequence[Buffer]) -> bytes:
-        """The tag of the next message, given in parts whose lengths follow from the first."""
+        """The tag of the next message, whose parts have lengths that the first part tells."""
         tag = blake2b(self._count.to_bytes(8, "big"), key=self._key, digest_size=TAG)
         for part in parts:
             tag.update(part)
@@ -52,18 +52,18 @@ class Signed:
     """Messages over a connection whose other side has proved itself. Any thread may send; one receives.
 
     Attributes:
-        connection: the connection that they travel over.
+        connection: carries the messages.
     """
 
     def __init__(
         self, connection: Connection, seals: Seals, kinds: Mapping[str, type], most_json: int
     ) -> None:
-        """kinds: classes of values that may come, by name. most_json: bytes of JSON in a message."""
+        """kinds: classes of values that may come, by name. most_json: limit of a message's JSON, bytes."""
         self.connection, self._seals, self._kinds, self._most_json = connection, seals, kinds, most_json
         self._sending = threading.Lock()
 
     def send(self, value: object, *, pack: bool = False) -> None:
-        """Send a value. pack: if it is large. Raises WireError."""
+        """Send a value. pack: whether its arrays are compressed if they are large. Raises WireError."""
         self.send_framed(framed(value, self._most_json, pack=pack))
 
     def send_framed(self, message: bytes) -> None:
@@ -72,7 +72,7 @@ class Signed:
             self.connection.write(message + self._seals.sent.next([message]))
 
     def receive(self, most: int = 0) -> object:
-        """The next value, with ``most`` bytes of arrays. Raises WireError."""
+        """The next value. most: limit of the bytes of its arrays. Raises WireError."""
         length, size, packed = HEAD.unpack(head := self.connection.read(HEAD.size))
         if length > self._most_json or size > most:
             said = f"a message of {length:,} and {size:,} bytes"
