@@ -31,8 +31,8 @@ class Connection:
         silence: longest wait for the next byte, seconds.
     """
 
-    def __init__(self, sock: socket.socket, deadline: float = math.inf, silence: float = math.inf) -> None:
-        self.deadline, self.silence, self._sock = deadline, silence, sock
+    def __init__(self, sock: socket.socket, deadline: float = math.inf) -> None:
+        self.deadline, self.silence, self._sock = deadline, math.inf, sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         with suppress(OSError):  # not TCP

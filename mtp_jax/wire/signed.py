@@ -62,9 +62,9 @@ class Signed:
         self.connection, self._seals, self._kinds, self._most_json = connection, seals, kinds, most_json
         self._sending = threading.Lock()
 
-    def send(self, value: object, *, pack: bool = False) -> None:
-        """Send a value. pack: whether its arrays are compressed if they are large. Raises WireError."""
-        self.send_framed(framed(value, self._most_json, pack=pack))
+    def send(self, value: object) -> None:
+        """Send a value. Raises WireError."""
+        self.send_framed(framed(value, self._most_json))
 
     def send_framed(self, message: bytes) -> None:
         """Send a message of ``framed``, which may go to several connections. Raises WireError."""
@@ -84,7 +84,10 @@ class Signed:
 
 
 def framed(value: object, most_json: int, *, pack: bool = False) -> bytes:
-    """A message without its tag. Raises WireError if it is too large, or cannot be sent."""
+    """A message without its tag. Raises WireError if it is too large, or cannot be sent.
+
+    pack: compress its arrays if they are large.
+    """
     text, parts = encode(value)
     size = sum(map(len, parts))
     if len(text) > most_json or size > MOST_BYTES:
