@@ -1,52 +1,22 @@
-"""Pages by digest: the protocol of a store, and a store in the host's memory."""
+"""A store of pages in the host's memory, by digest."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Protocol
 
 from mtp_jax.store.page import Page, checksum, size
 
 
-class PageStore(Protocol):
-    """Pages by the digest of all tokens up to their end. Any thread may use it; it may forget any page.
+class MemoryStore:
+    """Keeps the pages that were used last, by the digest of all tokens up to their end. Any thread may use it.
+
+    ``get`` marks the last page of a prefix as used first, so that prefixes lose their ends first.
 
     Attributes:
+        budget: most bytes of pages.
         held: bytes of the pages that are kept.
-        stored: pages that were kept so far.
-        dropped: pages that were lost, by reason.
-    """
-
-    held: int
-    stored: int
-    dropped: Counter[str]
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, digest: object) -> bool: ...
-
-    def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of these digests, up to the first digest whose page is missing or damaged."""
-        ...
-
-    def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
-        """Keep a page, whose arrays must not change any more. crc: its checksum; None: not known."""
-        ...
-
-    def used(self, digests: Iterable[bytes]) -> None:
-        """Mark the pages of these digests as used, the last digest as the latest."""
-        ...
-
-    def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """Drop these pages; None: all pages."""
-        ...
-
-
-class MemoryStore:
-    """See ``PageStore``. Keeps the pages that were used last, up to ``budget`` bytes.
-
-    ``get`` marks the last page of a prefix as used first, so that prefixes lose their ends first. Reasons in
-    ``dropped``: "room", which other pages needed, and "damaged".
+        stored: number of pages that were kept so far.
+        dropped: number of pages that were lost, by reason: "room", which other pages needed, or "damaged".
     """
 
     def __init__(self, budget: int) -> None:
@@ -63,7 +33,10 @@ class MemoryStore:
         return digest in self._kept
 
     def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """See ``PageStore``. A damaged page is dropped."""
+        """The pages of these digests, up to the first digest whose page is missing or damaged.
+
+        A damaged page is dropped.
+        """
         pages: list[Page] = []
         for digest in digests:
             kept = self._kept.get(digest)
@@ -78,7 +51,10 @@ class MemoryStore:
         return pages
 
     def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
-        """See ``PageStore``. A page that is larger than the budget is not kept."""
+        """Keep a page, whose arrays must not change any more, unless it is larger than the budget.
+
+        crc: its checksum; None: not known.
+        """
         crc, needed = checksum(page) if crc is None else crc, size(page)
         with self._lock:
             if digest in self._kept:
@@ -96,14 +72,14 @@ class MemoryStore:
             self.stored += 1
 
     def used(self, digests: Iterable[bytes]) -> None:
-        """See ``PageStore``."""
+        """Mark the pages of these digests as used, the last digest as the latest."""
         with self._lock:
             for digest in digests:
                 if digest in self._kept:
                     self._kept.move_to_end(digest)
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """See ``PageStore``."""
+        """Drop these pages; None: all pages."""
         for digest in list(self._kept) if digests is None else digests:
             self._drop(digest)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mtp_jax.decode.arrays import PageData
 from mtp_jax.decode.launches import Pending, ReadPages, Runner, WritePages
-from mtp_jax.store.memory import PageStore
+from mtp_jax.store.memory import MemoryStore
 from mtp_jax.store.page import Page, join, split
 
 _LOG = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class HostTier:
         lost: number of pages that could not be filed, as the host had no memory for them.
     """
 
-    def __init__(self, store: PageStore, runner: Runner) -> None:
+    def __init__(self, store: MemoryStore, runner: Runner) -> None:
         self.store, self._runner = store, runner
         self.restored = self.lost = self.flushes = 0
         self._evicted: dict[bytes, tuple[int, int]] = {}  # digests of pages to be read: data shard, page
