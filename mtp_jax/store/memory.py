@@ -8,7 +8,7 @@ from mtp_jax.store.page import Page, checksum, size
 
 
 class MemoryStore:
-    """Keeps the pages that were used last, by the digest of all tokens up to their end. Any thread may use it.
+    """Keeps the pages used last, by the digest of all tokens up to their end. Any thread may use it.
 
     ``get`` marks the last page of a prefix as used first, so that prefixes lose their ends first.
 
