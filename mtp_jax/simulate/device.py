@@ -21,7 +21,7 @@ from mtp_jax.simulate.language import MASK, NAN, Language, mix
 from mtp_jax.simulate.memory import Memory, Slot, Violation
 
 DEFERRED = 16
-"""Steps whose work one flush does; the NextN drafter has the same number."""
+"""Number of steps whose work one flush does, as with the NextN drafter."""
 
 _WORD = 32  # tokens of a word of a mask
 _FREE = 2**_WORD - 1  # the word that allows all of them

@@ -21,8 +21,7 @@ from mtp_jax.store.page import Page, join, split
 
 _LOG = logging.getLogger(__name__)
 
-# Pages that one launch reads, and launches that are on their way at a time: their results have memory of
-# their own on the device.
+# Numbers of pages that one launch reads, and of launches in flight: their results take memory on the device.
 _PAGES, _FLIGHTS = 8, 4
 
 
@@ -54,7 +53,7 @@ class HostTier:
 
     Attributes:
         restored: number of pages that were written back to the device so far.
-        flushes: number of times that all pages were forgotten.
+        flushes: number of times that ``forget`` forgot all pages.
         lost: number of pages that could not be filed, as the host had no memory for them.
     """
 

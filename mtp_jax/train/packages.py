@@ -11,7 +11,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from mtp_jax.bench.corpus import MAX_BYTES, SourceFile
 from mtp_jax.errors import ConfigError
 
-COPY_SHARE = 0.5  # a file with this share of its long lines in held-out text is a copy of it
+COPY_SHARE = 0.5  # a file with this share of its long lines in held-out text counts as a copy
 MIN_LINE = 20  # characters; shorter lines ("return None") occur everywhere
 _TEST_FOLDERS = frozenset({"test", "tests", "testing", "locale", "_vendor", "vendor"})
 
