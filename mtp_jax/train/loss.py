@@ -19,7 +19,7 @@ class Aux(NamedTuple):
     Attributes:
         losses: cross entropy in nats per token of the trunk and of each MTP depth, [1 + depth].
         accuracy: fraction of positions whose most likely token is the right one, [1 + depth].
-        loads: number of rows routed to each expert, [E] for every MoE layer of the trunk, then of the NextN layers.
+        loads: numbers of rows routed to each expert, [E] for every MoE layer of the trunk, then of NextN.
     """
 
     losses: Float[Array, " depths"]
