@@ -24,7 +24,7 @@ from mtp_jax.model.stack import Stack, stacked
 from mtp_jax.model.trunk import Model
 
 
-def _arriving(*arrays: Any) -> None:
+def _arriving(arrays: Any) -> None:
     """Begin to copy arrays to the host, so that a later ``np.asarray`` finds them there."""
     for array in jax.tree.leaves(arrays):
         array.copy_to_host_async()
@@ -115,7 +115,7 @@ class LocalRunner(DeviceRunner):
                 return self._read_pages(shard, pages)
             case launches.ReadExperts():
                 self.state, counts = self.programs.read_experts(self.state)
-                _arriving(*counts)
+                _arriving(counts)
                 return lambda: tuple(map(np.asarray, counts))
             case launches.Admit(slot, row, page):
                 # Without a cached prefix this is the spare page, whose drafter state no program reads.
@@ -154,7 +154,7 @@ class LocalRunner(DeviceRunner):
                 key, self.params, self.state, drafts, allowed, chunk
             )
         arrays = result.packed, result.logprobs, result.prompt, result.margins
-        _arriving(*arrays)
+        _arriving(arrays)
         return lambda: Result(*jax.tree.map(np.asarray, arrays))
 
     def _launch_flush(self) -> Callable[[], object]:
@@ -168,7 +168,7 @@ class LocalRunner(DeviceRunner):
         for key, some in self._groups(pages):
             arrays = self.programs.read_pages(key, self.state, self._numbers(key, shard, some))
             parts.append((len(some), arrays))
-        _arriving(*(array for _, arrays in parts for array in arrays))
+        _arriving([arrays for _, arrays in parts])
 
         def read() -> PageData:
             found = [[np.asarray(a)[:count] for a in arrays] for count, arrays in parts]
@@ -211,6 +211,12 @@ def layout_of(model: Model, params: Params) -> ExpertLayout | None:
     if mesh is None or not moes or (moes[0].copies is None and on.experts.exchange is None):
         return None
     slots, domains = moes[0].down.shape[0], on.experts.exchange.domains if on.experts.exchange else 1
-    redundant = slots - cfg.n_routed_experts
-    sizes = len(moes), cfg.n_routed_experts, slots, mesh.size, domains, cfg.n_group
-    return ExpertLayout(*sizes, most_copies(redundant, mesh))
+    return ExpertLayout(
+        layers=len(moes),
+        experts=cfg.n_routed_experts,
+        slots=slots,
+        devices=mesh.size,
+        domains=domains,
+        groups=cfg.n_group,
+        width=most_copies(slots - cfg.n_routed_experts, mesh),
+    )

@@ -150,10 +150,10 @@ class Backend:
         specs = heads, per_slot, partition("heads"), per_slot, paged, per_slot, per_slot
         run = sharded(local, self.mesh, specs, (heads, paged, per_slot))
         shapes, contexts, choices = [v.shape for v in views], [], []
-        given = (split_tree(x, shapes, self.mesh) for x in (q, index, entries))
+        given = split_tree((q, index, entries), shapes, self.mesh)
         # No part writes rows that another part sees.
-        for view, asked, sought, own, chosen in zip(
-            views, *given, choice or (None,) * len(views), strict=True
+        for view, (asked, sought, own), chosen in zip(
+            views, given, choice or (None,) * len(views), strict=True
         ):
             asked, sought, own = view.unpacked((asked, sought, own))
             context, cache, chosen = run(asked, sought, w, own, cache, replace(view, packing=None), chosen)

@@ -22,10 +22,10 @@ from mtp_jax.simulate.memory import Memory, Slot, Violation
 from mtp_jax.simulate.ranking import likeliest
 
 DEFERRED = 16
-"""Steps whose work one flush does; the NextN drafter has the same number."""
+"""Number of steps whose work one flush does, as with the NextN drafter."""
 
 _WORD = 32  # tokens of a word of a mask
-_FREE = 2**_WORD - 1  # one that allows all of them
+_FREE = 2**_WORD - 1  # the word that allows all of them
 _Scored = tuple[int, int]  # a token, after the hidden state that it follows
 
 
@@ -60,7 +60,7 @@ class Simulated(DeviceRunner):
         seconds: float = 0.0,
         margins: bool = False,
     ) -> None:
-        """pages: per data shard. seconds: that each step takes, beside the host's own time.
+        """pages: per data shard. seconds: duration of a step on the device.
 
         margins: whether results have margins of drafts; right drafts have higher margins, mostly.
         """
@@ -89,7 +89,7 @@ class Simulated(DeviceRunner):
         return list(self._compiled)
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Take note of a violation."""
+        """Take note of keys: there is nothing to compile."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         for i, key in enumerate(missing, start=1):
             self._compiled = {**self._compiled, key: None}
@@ -199,7 +199,7 @@ class Simulated(DeviceRunner):
         return lambda: self._arrived(at, result)
 
     def _ends(self) -> float:
-        """When a step that is launched now ends: it begins when the one before it has ended."""
+        """The time at which a step that is launched now ends: it begins when the step before it has ended."""
         self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds
         return self._busy_until
 
