@@ -261,11 +261,11 @@ class Backend:
 def _whole(cache: WholeCache | None, entries: Entries, form: Form) -> tuple[WholeCache | None, Whole]:
     """The source of a pass without pages: a cache's rows, extended by the rows at hand."""
     rows = entries.rows
-    mask = jnp.tri(rows.shape[1], dtype=bool)
+    mask = jnp.tri(rows.shape[1], dtype=bool)[None]
     if cache is not None:
         cache = cache.extended(rows)
         rows, mask = cache.rows, cache.mask
-    mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape))
+    mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
     return cache, Whole(rows, mask, entries.index, form)
 
 

@@ -137,11 +137,11 @@ class WholeCache:
 
     Attributes:
         rows: rows with the fields of ``Entries``, [B, L, c].
-        mask: the rows, and their own window's, that the tokens of the next pass see, [W, L + W].
+        mask: the rows, and their own window's, that the tokens of the next pass see.
     """
 
     rows: Float[Array, "B L c"]
-    mask: Bool[Array, "W l"]
+    mask: Bool[Array, "#B W l"]
 
     def extended(self, rows: Float[Array, "B W c"]) -> "WholeCache":
         """The cache with the window's rows appended."""
