@@ -73,8 +73,8 @@ def save_checkpoint(
 def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObject) -> None:
     """Write the NextN layers, or the head, alone in bfloat16, for ``draft_model`` of the model of ``cfg``.
 
-    NextN layers have their names in the release (``model.layers.{L + k}``), a head's tensors the names that its
-    trainer gives.
+    NextN layers have their names in the release (``model.layers.{L + k}``), a head's tensors the
+    names that its trainer gives.
 
     Args:
         params: parameters, of which the drafter's are written.
@@ -98,7 +98,7 @@ def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObj
 
 
 def _write_folder(directory: Path, pieces: Iterable[Piece], max_shard_bytes: int) -> None:
-    """Write the safetensors files of a folder, in the place of earlier ones."""
+    """Write the safetensors files of a folder; earlier files are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(pieces, max_shard_bytes)
     count = len(shards)
