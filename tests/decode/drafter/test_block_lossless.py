@@ -71,3 +71,9 @@ def test_lossless(head: str, verifier: str, grammar: bool):
 )
 def test_a_law_that_is_not_renormalised_shows(head: str):
     assert min(p_values(Leaking(Blocks(target(head))), target(head))) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_lossless_where_the_likeliest_drafts_are_verified(head: str):
+    assert min(p_values(build(target(head)), target(head), kept=1)) > 1e-4
