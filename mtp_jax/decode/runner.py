@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.arrays import Chunk, ExpertLayout, MaskMaker, PageData, Result
+from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import Key, PageKey, StepKey
@@ -47,11 +47,12 @@ class LocalRunner(DeviceRunner):
         shape: StateShape,
         suffix_drafts: bool = False,
         law: Law | None = None,
+        margins: bool = False,
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law: see
-        ``Step``.
+        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law, margins:
+        see ``Step``.
         """
         drafter, on = build(model.cfg, suffix_drafts), model.on
         # The passes of several NextN layers differ, so no loop can compute them.
@@ -61,7 +62,7 @@ class LocalRunner(DeviceRunner):
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(model, drafter, shape, self.layout, groups)
-        self.programs = Programs(model, drafter, shapes(self.params), abstract, law)
+        self.programs = Programs(model, drafter, shapes(self.params), abstract, law, margins)
         self._abstract, self.state = abstract, empty_state(abstract)
         self._shape = shape
 
@@ -106,7 +107,7 @@ class LocalRunner(DeviceRunner):
         """Launch one operation. Raises ConfigError where the cache cannot be allocated."""
         match launch:
             case launches.Step():
-                return self._step(launch.key, launch.chunk, masks)
+                return self._step(launch, masks)
             case launches.Draft(key, slot):
                 tokens, logits = self.programs.draft(key, self.params, self.state, slot)
                 return lambda: (np.asarray(tokens)[slot], np.asarray(logits)[slot])
@@ -138,10 +139,11 @@ class LocalRunner(DeviceRunner):
                 raise TypeError(f"{launch!r:.80} is no launch")
         return lambda: None
 
-    def _step(self, key: StepKey, chunk: Chunk | None, masks: MaskMaker | None) -> Callable[[], Result]:
+    def _step(self, launch: launches.Step, masks: MaskMaker | None) -> Callable[[], Result]:
         """Launch a step; a structured step is two launches, between which the drafts are read."""
+        key, chunk = launch.key, launch.chunk
         if not key.mode.structured:
-            self.state, result = self.programs.step(key, self.params, self.state, chunk)
+            self.state, result = self.programs.step(key, self.params, self.state, chunk, launch.estimate)
         else:
             if masks is None:
                 raise ValueError(f"{key} is structured: it needs masks")
@@ -151,7 +153,7 @@ class LocalRunner(DeviceRunner):
             self.state, result = self.programs.verify_phase(
                 key, self.params, self.state, drafts, allowed, chunk
             )
-        arrays = result.packed, result.logprobs, result.prompt
+        arrays = result.packed, result.logprobs, result.prompt, result.margins
         _arriving(arrays)
         return lambda: Result(*jax.tree.map(np.asarray, arrays))
 

@@ -79,6 +79,11 @@ class EngineOptions:
         "choose the depth of each step by measured speed; num_speculative_tokens is the most",
         off=("--fixed-depth", "always draft K tokens (default: adaptive, the fastest measured depth)"),
     )
+    adaptive_verification: bool = option(
+        False,
+        "with adaptive depth: a step may verify, of all rows' drafts, the drafts that are likeliest to be "
+        "accepted, as the margins of their logits tell; this takes further programs",
+    )
     drafting: Drafting = option(
         "sampled",
         "how drafts are chosen when sampling: drawn from the draft distribution or its argmax, both lossless",
@@ -192,6 +197,21 @@ class EngineOptions:
                 f"{MAX_DRAFTS}, or suffix_drafts to False"
             )
 
+        if self.adaptive_verification:
+            self._check_ranked()
+
+    def _check_ranked(self) -> None:
+        """Raise ConfigError where a step never has drafts to choose among."""
+        without = {
+            "adaptive_depth = False fixes the number of drafts": not self.adaptive_depth,
+            f"num_speculative_tokens = {self.num_speculative_tokens}: it needs 2": self.num_speculative_tokens
+            < 2,
+            f"max_num_seqs = {self.max_num_seqs}: it needs 2 rows": self.max_num_seqs < 2,
+            "synthetic_acceptance asks for drafts of one depth": self.synthetic_acceptance is not None,
+        }
+        if wrong := [reason for reason, found in without.items() if found]:
+            raise ConfigError(f"adaptive_verification = True, but {wrong[0]}; leave out one of the two")
+
     @property
     def law(self) -> Law | None:
         """The law of ``synthetic_acceptance``. Raises ConfigError."""
@@ -212,7 +232,8 @@ class EngineConfig(EngineOptions):
 
     def without_drafts(self) -> "EngineConfig":
         """The same options for an engine that never drafts."""
-        return replace(self, num_speculative_tokens=0, suffix_drafts=False, synthetic_acceptance=None)
+        off = {"suffix_drafts": False, "adaptive_verification": False, "synthetic_acceptance": None}
+        return replace(self, num_speculative_tokens=0, **off)
 
     @property
     def columns(self) -> int:

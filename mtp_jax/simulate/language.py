@@ -111,6 +111,11 @@ class Language:
         """Whether the k-th draft after a hidden state is the next token, by ``rates``."""
         return mix(hidden + 2 + k) < self.rates[min(k, len(self.rates) - 1)] * MASK
 
+    def margin(self, hidden: int, k: int) -> float:
+        """How sure the drafter is of the k-th draft after a hidden state: surer where it is right, mostly."""
+        right, chance = mix(hidden + 2 + k), mix(hidden - 1 - k)
+        return 4 - (right + chance) / MASK
+
     def likeliest(self, hidden: int, count: int) -> list[int]:
         """The first tokens in the order of their ranks."""
         word, ends = self._first(hidden)

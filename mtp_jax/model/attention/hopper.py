@@ -58,7 +58,7 @@ class HopperLatent(Latent):
         q = None if a.q_a is None else on.linear(x, a.q_a, summed=False)
         kv, reader = on.linear(x, a.kv_a, summed=False), Reader(a.q_b, "out")
         # A launch writes the rows of one part.
-        one = len(views) == 1 and on.takes(reader, e4m3.dtype_of(x))
+        one = len(views) == 1 and views[0].packing is None and on.takes(reader, e4m3.dtype_of(x))
         if one and q is not None and isinstance(cache, LayerCache) and self._norms_low_rank(q, kv, a, cache):
             low, entries, cache = self._low_rank(a, cfg, q, kv, angles, cache, views[0])
         else:

@@ -28,7 +28,7 @@ class Experts:
 
     Attributes:
         on: computes the products.
-        way: "dense", which is the reference, or "sparse"; on a mesh experts always run in parallel.
+        way: "dense", which is the reference and has derivatives, or "sparse".
         exchange: the exchange between data shards; None: each shard gathers all rows.
     """
 
@@ -194,7 +194,10 @@ class Experts:
 
     def _own_experts(self, p: Moe, x: Operand, r: Routing, shards: int | None = None) -> Float[Array, "T D"]:
         first = jax.lax.axis_index(("data", "model")) * p.down.shape[0]
-        return self.routed(p.gate_up, p.down, x.flat(), r, shards or self._mesh.size, first)
+        rows = x.flat()
+        if self.way == "dense" and not isinstance(rows, Quantised):
+            return moe.dense(p.gate_up, p.down, rows, Routing(r.ids - first, r.weights), self.on.product)
+        return self.routed(p.gate_up, p.down, rows, r, shards or self._mesh.size, first)
 
     @property
     def _mesh(self) -> Mesh:
