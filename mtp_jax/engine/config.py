@@ -197,21 +197,6 @@ class EngineOptions:
                 f"{MAX_DRAFTS}, or suffix_drafts to False"
             )
 
-        if self.adaptive_verification:
-            self._check_ranked()
-
-    def _check_ranked(self) -> None:
-        """Raise ConfigError where a step never has drafts to choose among."""
-        without = {
-            "adaptive_depth = False fixes the number of drafts": not self.adaptive_depth,
-            f"num_speculative_tokens = {self.num_speculative_tokens}: it needs 2": self.num_speculative_tokens
-            < 2,
-            f"max_num_seqs = {self.max_num_seqs}: it needs 2 rows": self.max_num_seqs < 2,
-            "synthetic_acceptance asks for drafts of one depth": self.synthetic_acceptance is not None,
-        }
-        if wrong := [reason for reason, found in without.items() if found]:
-            raise ConfigError(f"adaptive_verification = True, but {wrong[0]}; leave out one of the two")
-
     @property
     def law(self) -> Law | None:
         """The law of ``synthetic_acceptance``. Raises ConfigError."""
@@ -229,6 +214,24 @@ class EngineConfig(EngineOptions):
         EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)
     )
     seed: int = narrowed(EngineOptions, "seed", 0, unset="")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adaptive_verification:
+            self._check_ranked()
+
+    def _check_ranked(self) -> None:
+        """Raise ConfigError where a step never has drafts to choose among."""
+        drafts, slots = self.num_speculative_tokens, self.max_num_seqs
+        lacking = {
+            "adaptive_depth = True, as --fixed-depth verifies all drafts": not self.adaptive_depth,
+            f"num_speculative_tokens of 2 or more, got {drafts}": drafts < 2,
+            f"max_num_seqs of 2 or more, got {slots}": slots < 2,
+            "no synthetic_acceptance, which is for drafts of one depth": self.synthetic_acceptance
+            is not None,
+        }
+        if wrong := [need for need, found in lacking.items() if found]:
+            raise ConfigError(f"adaptive_verification needs {wrong[0]}; change that, or leave it out")
 
     def without_drafts(self) -> "EngineConfig":
         """The same options for an engine that never drafts."""

@@ -108,10 +108,10 @@ def test_drafts_are_where_they_are_accepted(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adaptive_depth": False}, "adaptive_depth = False fixes the number of drafts"),
-        ({"num_speculative_tokens": 1}, "num_speculative_tokens = 1: it needs 2"),
-        ({"max_num_seqs": 1}, "max_num_seqs = 1: it needs 2 rows"),
-        ({"synthetic_acceptance": 2.0}, "synthetic_acceptance asks for drafts of one depth"),
+        ({"adaptive_depth": False}, "adaptive_depth = True, as --fixed-depth"),
+        ({"num_speculative_tokens": 1}, "num_speculative_tokens of 2 or more, got 1; change"),
+        ({"max_num_seqs": 1}, "max_num_seqs of 2 or more, got 1"),
+        ({"synthetic_acceptance": 2.0}, "no synthetic_acceptance, which is for"),
     ],
 )
 def test_steps_that_never_have_a_choice(options, message):
