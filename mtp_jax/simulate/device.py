@@ -200,11 +200,11 @@ class Simulated(DeviceRunner):
 
     def _ends(self) -> float:
         """The time at which a step that is launched now ends: it begins when the step before it has ended."""
-        self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds
+        self._busy_until = max(self._busy_until, self.clock()) + self._seconds
         return self._busy_until
 
     def _arrived(self, at: float, result: Result) -> Result:
-        if self._seconds and (left := at - time.perf_counter()) > 0:
+        if self._seconds and (left := at - self.clock()) > 0:
             time.sleep(left)
         return result
 
