@@ -73,26 +73,25 @@ def save_checkpoint(
 def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObject) -> None:
     """Write the NextN layers, or the head, alone in bfloat16, for ``draft_model`` of the model of ``cfg``.
 
-    NextN layers have their names in the release (``model.layers.{L + k}``), a head those of its trainers.
+    NextN layers have their names in the release (``model.layers.{L + k}``), a head its trainers' names.
     Args:
-        params: parameters that draft; others are not written.
+        params: parameters that draft, and perhaps more, which are not written.
         raw: the config.json to write, of the model or of the head.
     Raises:
         CheckpointError: params of another model.
     """
     own = [(p.embed is not None, p.head is not None) for p in params.nextn]
-    alone = (
-        replace(tree, embed=None, layers=(), norm=None, head=None) for tree in (param_specs(cfg, own), params)
-    )
+    nothing = Params(None, (), None, None, ())
+    declared, alone = (nothing.with_drafts(tree.drafts) for tree in (param_specs(cfg, own), params))
     prefix = f"{DRAFT_HEAD}."
-    pieces = [replace(p, name=p.name.removeprefix(prefix)) for p in _pieces(*alone, "bfloat16")]
+    pieces = [replace(p, name=p.name.removeprefix(prefix)) for p in _pieces(declared, alone, "bfloat16")]
     _write_folder(directory, pieces, SHARD_BYTES)
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     write_json(directory / "config.json", raw | {"torch_dtype": "bfloat16"})
 
 
 def _write_folder(directory: Path, pieces: Iterable[Piece], max_shard_bytes: int) -> None:
-    """Write the safetensors files of a folder, in the place of earlier ones."""
+    """Write the safetensors files of a folder, in the place of earlier files."""
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(pieces, max_shard_bytes)
     count = len(shards)
