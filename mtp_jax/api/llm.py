@@ -329,8 +329,8 @@ class LLM:
         before = self.probe_drafts(probe, prepare)
         self._memory.replace(self.engine, new, weight_version)
         after = self.probe_drafts(probe, prepare)
-        lengths = (found and found.acceptance_length for found in (before, after))
-        return WeightUpdate(self.engine.weight_version, *lengths)
+        version = self.engine.weight_version
+        return WeightUpdate(version, before and before.acceptance_length, after and after.acceptance_length)
 
     def release_memory(self, tags: Sequence[Tag] | None = None, *, backup: bool = True) -> None:
         """Release device memory of these parts: "weights", "draft" (NextN layers), "cache".

@@ -73,25 +73,32 @@ def save_checkpoint(
 def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObject) -> None:
     """Write the NextN layers, or the head, alone in bfloat16, for ``draft_model`` of the model of ``cfg``.
 
-    NextN layers have their names in the release (``model.layers.{L + k}``), a head its trainers' names.
+    NextN layers have their names in the release (``model.layers.{L + k}``), a head's tensors the
+    names that its trainer gives.
+
     Args:
-        params: parameters that draft, and perhaps more, which are not written.
+        params: parameters, of which the drafter's are written.
         raw: the config.json to write, of the model or of the head.
+
     Raises:
         CheckpointError: params of another model.
     """
-    own = [(p.embed is not None, p.head is not None) for p in params.nextn]
-    nothing = Params(None, (), None, None, ())
-    declared, alone = (nothing.with_drafts(tree.drafts) for tree in (param_specs(cfg, own), params))
+    specs = param_specs(cfg, [(p.embed is not None, p.head is not None) for p in params.nextn])
+
+    def alone(tree: Params) -> Params:
+        return replace(tree, embed=None, layers=(), norm=None, head=None)
+
     prefix = f"{DRAFT_HEAD}."
-    pieces = [replace(p, name=p.name.removeprefix(prefix)) for p in _pieces(declared, alone, "bfloat16")]
+    pieces = [
+        replace(p, name=p.name.removeprefix(prefix)) for p in _pieces(alone(specs), alone(params), "bfloat16")
+    ]
     _write_folder(directory, pieces, SHARD_BYTES)
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     write_json(directory / "config.json", raw | {"torch_dtype": "bfloat16"})
 
 
 def _write_folder(directory: Path, pieces: Iterable[Piece], max_shard_bytes: int) -> None:
-    """Write the safetensors files of a folder, in the place of earlier files."""
+    """Write the safetensors files of a folder; earlier files are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(pieces, max_shard_bytes)
     count = len(shards)

@@ -149,14 +149,15 @@ class Backend:
         paged = partition("pages")
         specs = heads, per_slot, partition("heads"), per_slot, paged, per_slot, per_slot
         run = sharded(local, self.mesh, specs, (heads, paged, per_slot))
-        shapes, contexts, choices = [v.written.shape for v in views], [], []
-        given = (split_tree(x, shapes, self.mesh) for x in (q, index, entries))
+        shapes, contexts, choices = [v.shape for v in views], [], []
+        given = split_tree((q, index, entries), shapes, self.mesh)
         # No part writes rows that another part sees.
-        for view, asked, sought, own, chosen in zip(
-            views, *given, choice or (None,) * len(views), strict=True
+        for view, (asked, sought, own), chosen in zip(
+            views, given, choice or (None,) * len(views), strict=True
         ):
-            context, cache, chosen = run(asked, sought, w, own, cache, view, chosen)
-            contexts.append(context)
+            asked, sought, own = view.unpacked((asked, sought, own))
+            context, cache, chosen = run(asked, sought, w, own, cache, replace(view, packing=None), chosen)
+            contexts.append(view.packed(context))
             choices.append(chosen)
         return join(contexts, self.mesh), cache, tuple(choices)
 

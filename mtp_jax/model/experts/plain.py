@@ -73,11 +73,9 @@ class Experts:
         counts: Bool[Array, "B W"] | None,
     ) -> Routing:
         """Sigmoid scores; groups, then experts, chosen by corrected score (arXiv 2412.19437, eqs. 12-16)."""
-        given = cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob
-        rule = Rule(*given, cfg.routed_scaling_factor)
         with jax.named_scope("moe_route"):
             counted = None if counts is None else counts.reshape(-1)
-            return self.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, rule, counted)
+            return self.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, rule_of(cfg), counted)
 
     def choose_experts(
         self,
@@ -205,6 +203,13 @@ class Experts:
     def _mesh(self) -> Mesh:
         assert self.on.mesh is not None, "one device has nothing to exchange"
         return self.on.mesh
+
+
+def rule_of(cfg: ModelConfig) -> Rule:
+    """The rule by which a model's rows choose experts."""
+    return Rule(
+        cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob, cfg.routed_scaling_factor
+    )
 
 
 def _in_slots(p: Moe, r: Routing, first: Int[Array, ""] | int) -> Routing:
