@@ -75,13 +75,13 @@ class Drafted(NamedTuple):
 
     Attributes:
         z: the head's states, from which it drafts.
-        states: the trunk's hidden states, of which its distribution of the draft's token follows.
+        teacher: the trunk's logits of the draft's token.
         previous, tokens: the text's own tokens before the draft's place and there.
         counts: rows whose draft is of an answer.
     """
 
     z: Float[Array, "R d"]
-    states: Float[Array, "R D"]
+    teacher: Float[Array, "R V"]
     previous: Int[Array, " R"]
     tokens: Int[Array, " R"]
     counts: Bool[Array, " R"]
@@ -111,8 +111,7 @@ def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tup
     params = params.with_drafts(merged(trained, params.drafts))
     losses, accepted, overlaps, agrees = [], [], [], jnp.ones((), bool)
     for k, drafted in enumerate(drafts_of(task, params, windows)):
-        # Logits are computed again for the gradient: all drafts' logits together would be the largest arrays.
-        loss, same, overlap = jax.checkpoint(_figures, static_argnums=(0, 1))(task, k, params, drafted)
+        loss, same, overlap = _figures(task, k, params, drafted)
         agrees = agrees & same
         for found, value in ((losses, loss), (accepted, agrees), (overlaps, overlap)):
             total = jnp.maximum(drafted.counts.sum(), 1)
@@ -139,7 +138,8 @@ def _is_none(x: object) -> bool:
 def drafts_of(task: Task, params: Params, windows: Windows) -> Iterator[Drafted]:
     """The drafts of all rows, as the head makes them when it decodes: draft 0, draft 1, ..."""
     of_kind = _of_blocks if isinstance(task.head, Blocks) else _of_recursion
-    return of_kind(task, params, windows)
+    teacher = trunk.logits(params, windows.states[FINAL].astype(jnp.float32), task.on)
+    return of_kind(task, params, windows, jax.lax.stop_gradient(teacher))
 
 
 def logits_of(task: Task, k: int, params: Params, drafted: Drafted) -> Float[Array, "R V"]:
@@ -152,18 +152,17 @@ def logits_of(task: Task, k: int, params: Params, drafted: Drafted) -> Float[Arr
 
 def _figures(task: Task, k: int, params: Params, drafted: Drafted) -> tuple[Array, Array, Array]:
     """(Objective, whether the most likely tokens agree, overlap) of every row of draft ``k``."""
-    head, teacher = task.head, trunk.logits(params, drafted.states.astype(jnp.float32), task.on)
-    loss, same, overlap = _compared(task, logits_of(task, k, params, drafted), teacher, drafted)
+    head = task.head
+    loss, same, overlap = _compared(task, logits_of(task, k, params, drafted), drafted)
     if isinstance(head, Blocks) and head.head.selector:
         # The candidates are the best of these logits, which learn nothing from a choice among candidates.
-        loss += _compared(task, head.logits(params, task.on, drafted.z), teacher, drafted)[0]
+        loss += _compared(task, head.logits(params, task.on, drafted.z), drafted)[0]
     return loss, same, overlap
 
 
-def _compared(
-    task: Task, given: Float[Array, "R V"], teacher: Float[Array, "R V"], drafted: Drafted
-) -> tuple[Array, Array, Array]:
+def _compared(task: Task, given: Float[Array, "R V"], drafted: Drafted) -> tuple[Array, Array, Array]:
     """``_figures`` of logits. given: -inf for tokens that are never drafted."""
+    teacher = drafted.teacher
     drafts = jnp.isfinite(given)
     logits = jnp.where(drafts, given, _NEVER)
     p, log_q = jax.nn.softmax(teacher), jax.nn.log_softmax(logits)
@@ -179,7 +178,9 @@ def _compared(
     return loss, logits.argmax(-1) == teacher.argmax(-1), overlap
 
 
-def _of_recursion(task: Task, params: Params, w: Windows) -> Iterator[Drafted]:
+def _of_recursion(
+    task: Task, params: Params, w: Windows, teacher: Float[Array, "B n V"]
+) -> Iterator[Drafted]:
     """Row i has token i + 1 for its newest; draft k, from 0, is of token i + 2 + k."""
     module, on = task.head, task.on
     assert not isinstance(module, Blocks)
@@ -191,11 +192,11 @@ def _of_recursion(task: Task, params: Params, w: Windows) -> Iterator[Drafted]:
     for k, draft in enumerate(drafts):
         before, here = (slice(k + i, k + i + length) for i in (1, 2))
         counts = w.answer[:, 1 : length + 1] & (w.text[:, :length] == w.text[:, here])
-        found = draft.hidden, w.states[FINAL][:, before], w.tokens[:, before], w.tokens[:, here], counts
+        found = draft.hidden, teacher[:, before], w.tokens[:, before], w.tokens[:, here], counts
         yield Drafted(*(a.reshape(-1, *a.shape[2:]) for a in found))
 
 
-def _of_blocks(task: Task, params: Params, w: Windows) -> Iterator[Drafted]:
+def _of_blocks(task: Task, params: Params, w: Windows, teacher: Float[Array, "B n V"]) -> Iterator[Drafted]:
     """A block follows each anchor, and sees the contexts of its text before the anchor."""
     blocks, on = task.head, task.on
     assert isinstance(blocks, Blocks)
@@ -214,5 +215,5 @@ def _of_blocks(task: Task, params: Params, w: Windows) -> Iterator[Drafted]:
     for k in range(task.drafts):
         row, before, here = k if head.anchored else k + 1, at + k, at + k + 1
         counts = w.answer[window, at] & (w.text[window, at] == w.text[window, here])
-        states, previous = w.states[FINAL][window, before], w.tokens[window, before]
-        yield Drafted(z[:, row], states, previous, w.tokens[window, here], counts)
+        target = teacher[window, before], w.tokens[window, before], w.tokens[window, here], counts
+        yield Drafted(z[:, row], *target)
