@@ -10,13 +10,12 @@ from kernels_pallas.mla_decode import mosaic_gpu, reference
 from kernels_pallas.mla_decode.fp8_rows import Packed
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
+from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import MAX_AHEAD, Window
 
 PAGE = mosaic_gpu.PAGE
 """Rows per page that the kernel takes."""
 
-# Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
-_PROCESSORS = 132
 # The cost of a split beside its rows (loading queries, merging an output), in steps of two pages.
 _SPLIT_COST = 3
 # Parts that XLA merges in one launch, because `merge` writes them out one by one.
@@ -67,7 +66,7 @@ def mla_decode(
     height = window * heads
     block = mosaic_gpu.rows_per_block(height)
     blocks = height // block
-    splits = splits or choose_splits(slots * blocks, page_table.shape[1])
+    splits = splits or splits_of(slots * blocks, page_table.shape[1])
     seen: Any = visible.bits(window, page_table.shape[1] * mosaic_gpu.PAGE)
     # A block whose tokens see nothing reads no page, though other blocks of its slot do.
     reads = jnp.arange(blocks) * block < (seen.count * heads)[:, None]
@@ -108,19 +107,9 @@ def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
     return mixed.astype(out.dtype)
 
 
-def choose_splits(blocks: int, columns: int) -> int:
-    """Splits that finish soonest if slots fill ``columns`` pages; unsplit, ``blocks`` thread blocks run.
-
-    The launches that merge many parts are assumed to cost as much as a split.
-    """
-    steps = -(-columns // mosaic_gpu.COMPUTE)
-
-    def time(splits: int) -> tuple[int, int]:
-        waves = -(-blocks * splits // _PROCESSORS)
-        merging = _SPLIT_COST if splits > _WRITTEN_OUT else 0
-        return waves * (-(-steps // splits) + _SPLIT_COST) + merging, splits
-
-    return min(range(1, min(steps, _PROCESSORS) + 1), key=time)
+def splits_of(blocks: int, columns: int) -> int:
+    """Splits that finish soonest if slots fill ``columns`` pages; see ``choose_splits``."""
+    return choose_splits(blocks, -(-columns // mosaic_gpu.COMPUTE), _SPLIT_COST, _WRITTEN_OUT)
 
 
 def check(q: Described, q_rope: Described, pages: Described | Packed) -> None:

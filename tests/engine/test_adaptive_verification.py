@@ -1,20 +1,35 @@
 """Steps that verify the likeliest drafts of all rows: the text of no drafts, and rows where they pay."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from mtp_jax.decode.keys import StepKey
+from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.launches import Step
+from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.sharding import make_mesh
 from tests.engine.device import on_device
-from tests.models import GREEDY, Reference, engine_config, finish, make_engine, prompts, rigged, watch
+from tests.models import (
+    GREEDY,
+    TINY,
+    Reference,
+    engine_config,
+    finish,
+    make_engine,
+    on_mesh,
+    prompts,
+    rigged,
+    watch,
+)
 
 PARAMS = rigged()
 RANKED: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive_depth": True, "adaptive_verification": True}
@@ -117,3 +132,33 @@ def test_drafts_are_where_they_are_accepted(monkeypatch):
 def test_steps_that_never_have_a_choice(options, message):
     with pytest.raises(ConfigError, match=message):
         engine_config(**RANKED | options)
+
+
+def test_products_have_fewer_rows():
+    """A step of 8 slots that verifies 8 of 24 drafts multiplies half as many rows, attention aside."""
+    runner = make_engine(PARAMS, max_num_seqs=8, **RANKED).runner
+    assert isinstance(runner, LocalRunner)
+    full = StepKey(8, 3, 4, SamplingMode())
+    rows = [tallest(runner.programs._lower(key)) for key in (full, replace(full, kept=1))]
+    assert rows == [8 * 4, 8 + 8]
+
+
+def tallest(program: jax.stages.Lowered) -> int:
+    """The most rows that the head multiplies, in a product of one row of the result per token."""
+    found = re.findall(rf"dot_general.*-> tensor<{TINY.vocab_size}x([0-9]+)xf32>", program.as_text())
+    return max(map(int, found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (1, 4)])
+def test_on_a_mesh(shape, monkeypatch):
+    """Each data shard ranks the drafts of its own slots."""
+    mesh = make_mesh(*shape)
+    engine = make_engine(on_mesh(PARAMS, mesh), mesh=mesh, **RANKED)
+    requests, steps = served(engine, [(p, GREEDY) for p in prompts(4)], monkeypatch, ranked=True)
+    assert sum(s.key.kept is not None for s in steps) > 3
+    reference = Reference(PARAMS)
+    for prompt, r in zip(prompts(4), requests, strict=True):
+        assert r.progress.output == reference.speculate(prompt, r.max_tokens).ids
+    drafted, accepted = (sum(getattr(r.progress.speculation, of) for r in requests) for of in COUNTS)
+    assert accepted / drafted > 0.35
