@@ -47,8 +47,8 @@ def mla_decode(
         page_table: pages of each slot in order, int32 [B, n]; every entry must be a page of the cache.
         visible: rows that each token attends to, among the n * S rows of its slot.
         scale: factor of the scores before the softmax.
-        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64 and pages of 64 rows. It computes
-            heads of zeros, too, up to a multiple of 8.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64 and pages of 64 rows. It
+            computes heads of zeros, too, up to a multiple of 8.
         splits: number of parts of a slot's rows that run at the same time; None: chosen.
         in_place: whether the result may take the memory of q, which no other operation may read then; it does
             where slots are not split, with jax 0.11 or newer.
