@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from mtp_jax.train.prompts import digest
     from mtp_jax.train.start import begin
 
-    seed, report = options.seed, reporter(args)
+    report = reporter(args)
     sampling = {"max_tokens": _MAX_TOKENS} | given(args, SamplingParams)
     facts = {
         "prompts": digest(args.prompts),
@@ -98,12 +98,12 @@ def run(args: argparse.Namespace) -> int:
                 captures(args),
                 engine.get("num_nextn_layers"),
                 options.fresh,
-                seed,
+                options.seed,
                 mesh,
             )
 
-    what = Given(args.prompts, args.out, facts, sampling, drafts, seed, mesh)
-    found = tune(what, options, opened, begun, report)
+    files = Given(options, args.prompts, args.out, facts, sampling, drafts, mesh)
+    found = tune(files, opened, begun, report)
     show.write(_table(found) + f"{args.out / 'head'}\n")
     return 0
 
