@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.api.demo import demo_model
+from mtp_jax.bench import corpus
 from mtp_jax.checkpoint import Loaded, load, save_checkpoint
 from mtp_jax.commands import cli
 from mtp_jax.decode.drafter.protocol import FINAL
@@ -26,7 +28,9 @@ from mtp_jax.train.head_loss import Objective, Task, drafts_of, head_of, logits_
 from mtp_jax.train.mixed import differentiable
 from mtp_jax.train.prompts import read_prompts
 from mtp_jax.train.report import Reporter
+from mtp_jax.train.start import begin
 from mtp_jax.train.states import Windows
+from mtp_jax.train.tune_options import Fresh
 from tests import tiny_tokenizer
 from tests.golden import EAGLES, HEADS, expected, model_dir
 from tests.models import TINY, on_mesh, rigged, sharing_programs, tiny_params
@@ -294,3 +298,72 @@ def test_what_cannot_be_is_said_in_a_line(
     assert message in error
     assert error.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("variant", "fresh"), [("dsa_glm5", None), ("glm45", "nextn"), ("dsa_v32", "eagle3")]
+)
+def test_a_head_is_begun_and_written(variant: str, fresh: Fresh | None, tmp_path: Path) -> None:
+    """An indexer stays as it is, through which nothing is learned."""
+    start = begin(model_dir(variant), None, None, None, fresh, 0, None)
+    assert start.params.layers == ()
+    assert head_of(start.dense.cfg).cfg.indexer is None
+    drafts = jax.tree.map(lambda a: a + 1, start.dense.params.drafts)
+    start.save(tmp_path, drafts)
+    found = load(model_dir(variant), tmp_path)
+    assert str(found.config).replace("bfloat16", "float32") == str(start.cfg).replace("bfloat16", "float32")
+    got, before, own = (
+        dict(jax.tree_util.tree_leaves_with_path(drafts))
+        for drafts in (found.params.drafts, start.params.drafts, drafts)
+    )
+    assert got.keys() == before.keys()
+    assert any("indexer" in jax.tree_util.keystr(path) for path in got) == (variant == "dsa_glm5")
+    for path, values in got.items():
+        np.testing.assert_allclose(values, own.get(path, before[path]), rtol=2**-8)
+
+
+def lines_of_library(count: int) -> list[Any]:
+    """Parts of files that the embedded model has learned."""
+    files = [f.text.split("\n") for f in corpus.split(corpus.read_files()).train if len(f.text) > 4000]
+    return [{"text": "\n".join(lines[20:80])} for lines in files[:count]]
+
+
+@pytest.mark.slow
+def test_a_random_layer_learns_to_draft_in_two_minutes(tmp_path: Path) -> None:
+    prompts, out = write_lines(tmp_path / "p.jsonl", lines_of_library(240)), tmp_path / "out"
+    sizes = "--held-out 12 --max-tokens 96 --max-model-len 1024 --no-compile-cache"
+    tuned = "--fresh nextn --steps 160 --window 256 --windows 4 --learning-rate 5e-3"
+    files = ["--prompts", str(prompts), "--out", str(out)]
+    assert cli.main(["tune-head", str(demo_model()), *files, *sizes.split(), *tuned.split()]) == 0
+    after = json.loads((out / "report.json").read_text())["after"]
+    assert after["greedy"]["length"] > 1.5
+    assert after["temperature 1"]["length"] > 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["dsa_v32_rigged", *HEADS])
+def test_every_kind_of_head_is_tuned(variant: str, tmp_path: Path) -> None:
+    """A head that was right stays right: its objective and its acceptance are no worse."""
+    shutil.copytree(model_dir(variant), tmp_path / "model")
+    folder = tiny_tokenizer.write(tmp_path / "model", loaded(variant).config.vocab_size)
+    prompts = write_lines(tmp_path / "p.jsonl", [{"prompt": "ABC"[i % 3] * (i + 1)} for i in range(24)])
+    own = ["--draft-model", str(model_dir(variant, "draft"))] if variant in HEADS else []
+    more = [
+        "--steps",
+        "60",
+        "--window",
+        "8",
+        "--windows",
+        "8",
+        "--learning-rate",
+        "1e-3",
+        "--max-tokens",
+        "60",
+    ]
+    assert cli.main(command(folder, prompts, tmp_path / "out", *more, *own)) == 0
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [sum(r["losses"]) for r in records if "losses" in r]
+    assert np.mean(losses[-10:]) < np.mean(losses[:10])
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    for name, before in report["before"].items():
+        assert report["after"][name]["length"] > before["length"] - 0.3
