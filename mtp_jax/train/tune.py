@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mtp_jax.api.llm import LLM
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter as Phases
 from mtp_jax.checkpoint.write import write_json
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.params import Params
+from mtp_jax.model.sharding import data_size, partition
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.head_loss import Aux, Task, head_of, merged, objective, split
 from mtp_jax.train.mixed import differentiable
@@ -31,7 +33,7 @@ from mtp_jax.train.prompts import Text, read_prompts
 from mtp_jax.train.recipe import Descent
 from mtp_jax.train.report import Panel, Reporter, plot_losses
 from mtp_jax.train.run import Run, check_same_run, checked
-from mtp_jax.train.start import Start
+from mtp_jax.train.start import Start, begin
 from mtp_jax.train.states import Stream, Windows, write_states
 from mtp_jax.train.step import TrainState
 from mtp_jax.train.tune_options import TuneOptions
@@ -53,39 +55,41 @@ class Given:
 
     Attributes:
         options: of the tuning.
+        model: the model, the head to begin with, and the devices.
         prompts: the file of texts, JSON lines.
         out: receives `states/`, `state/`, `metrics.jsonl`, `loss.png`, `report.json` and `head/`.
         facts: facts of the model and the head that a resumed run must share.
         sampling: options of the answers.
-        drafts: drafts of a step of the engine.
-        mesh: the devices that tune.
     """
 
     options: TuneOptions
+    model: LLMOptions
     prompts: Path
     out: Path
     facts: JsonObject
     sampling: JsonObject
-    drafts: int
-    mesh: Mesh | None
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of a step of the engine."""
+        return self.model.num_speculative_tokens
 
 
-def tune(
-    given: Given, open_llm: Callable[[Path | None], LLM], begin: Callable[[], Start], report: Phases
-) -> JsonObject:
+def tune(given: Given, open_llm: Callable[[Path | None], LLM], report: Phases) -> JsonObject:
     """Tune a head and return the contents of `report.json`; goes on where an interrupted run stopped.
 
     open_llm: opens the model with the drafter of this folder; None: with its own, if it has one.
-    begin: loads the head to tune. The model and the head are never in memory together.
+    The model and the head that learns are never in memory together.
 
     Raises:
         ConfigError, CheckpointError, RequestError: the message names the option or the file to change.
         KeyboardInterrupt: Ctrl-C; shards and steps that were done are kept.
     """
     given.out.mkdir(parents=True, exist_ok=True)
-    task = _task(given, begin())  # refuses a head before the model is loaded
+    with report.phase("read head"):  # so that it is refused before the model is loaded
+        task = _task(given, begin(given.model, given.options))
     before = _prepare(given, task, open_llm, report)
-    _learn(given, task, begin())
+    _learn(given, task, begin(given.model, given.options))
     llm = open_llm(given.out / "head")
     after = _measure(given, llm, _texts(given, llm)[1])
     found = {"drafts": given.drafts, "before": before, "after": after}
@@ -101,10 +105,11 @@ def _task(given: Given, start: Start) -> Task:
             f"window = {options.window}; sparse attention is tuned over windows that it sees as a whole, of "
             f"at most index_topk = {indexer.topk} tokens"
         )
-    if given.mesh is not None and options.windows % given.mesh.shape["data"]:
+    mesh = given.model.mesh
+    if options.windows % data_size(mesh):
         raise ConfigError(
-            f"windows = {options.windows} do not divide over the {given.mesh.shape['data']} data shards of "
-            "the mesh; choose a multiple"
+            f"windows = {options.windows} do not divide over the {data_size(mesh)} data shards of the mesh; "
+            "choose a multiple"
         )
     if options.objective == "text":
         _LOG.warning(
@@ -114,7 +119,7 @@ def _task(given: Given, start: Start) -> Task:
     drafts = head.head.most_drafts if isinstance(head, Blocks) else given.drafts
     if options.window <= drafts:
         raise ConfigError(f"window = {options.window}; expected more than the {drafts} drafts of the head")
-    on = differentiable(options.products, given.mesh)
+    on = differentiable(options.products, mesh)
     return Task(head, on, drafts, options.objective, options.decay_of(drafts, blocks))
 
 
@@ -249,9 +254,8 @@ def _cut(given: Given, task: Task, stream: Stream, starts: np.ndarray, length: i
     windows = stream.windows(
         starts, length + task.extra, random.integers(1, length + 1, (len(starts), blocks))
     )
-    if given.mesh is None:
-        return windows
-    return jax.device_put(windows, NamedSharding(given.mesh, PartitionSpec("data")))
+    mesh = given.model.mesh
+    return windows if mesh is None else jax.device_put(windows, NamedSharding(mesh, partition("slots")))
 
 
 def _look(given: Given, task: Task, fixed: Params, stream: Stream) -> Callable[[Any], Aux]:
