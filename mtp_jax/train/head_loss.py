@@ -121,9 +121,15 @@ def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tup
     return (weights * aux.losses).sum() / weights.sum(), jax.lax.stop_gradient(aux)
 
 
-def split(drafts: Any) -> Any:
-    """The arrays that learn: weights, and no ids."""
-    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.floating) else None, drafts)
+def split(params: Params) -> tuple[Any, Params]:
+    """(The arrays of ``params.drafts`` that learn, which are no ids; all other parameters)."""
+
+    def only(learns: bool) -> Any:
+        return jax.tree.map(
+            lambda a: a if jnp.issubdtype(a.dtype, jnp.floating) == learns else None, params.drafts
+        )
+
+    return only(True), params.with_drafts(only(False))
 
 
 def merged(trained: Any, drafts: Any) -> Any:

@@ -184,12 +184,11 @@ def _learn(given: Given, task: Task, start: Start) -> None:
     """Do the steps, and write the head."""
     options = given.options
     learned, held_out = (Stream(given.out / "states" / name, task.taps) for name in ("learned", "held_out"))
-    fixed = start.dense.params
+    trained, fixed = split(start.dense.params)
     rate = options.learning_rate
     descent = Descent(
         optimizer=options.optimizer, learning_rate=rate, adam_learning_rate=rate, weight_decay=0.0
     )
-    trained = split(fixed.drafts)
     state = TrainState(trained, jax.jit(make_optimizer(descent, options.steps).init)(trained))
     run = Run(given.out, options.checkpoint_minutes, options.steps)
     facts = {"seed": options.seed, "drafts": task.drafts, "prompts": given.facts["prompts"]}
@@ -220,6 +219,8 @@ def _learn(given: Given, task: Task, start: Start) -> None:
         Panel("losses", _OBJECTIVES[options.objective], ("draft",)),
         Panel("accepted", "share of greedy drafts accepted", ("draft",)),
     )
+    if not first:
+        checkpoint(0, state)
     start.save(given.out / "head", merged(run.steps(state, one, checkpoint).params, fixed.drafts))
 
 

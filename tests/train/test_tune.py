@@ -129,7 +129,7 @@ def test_all_of_the_head_learns_and_on_a_mesh_the_same(variant: str) -> None:
 
     def grads(params: Params, task: Task) -> dict[str, np.ndarray]:
         run = jax.jit(jax.grad(objective, has_aux=True), static_argnums=2)
-        leaves = jax.tree_util.tree_leaves_with_path(run(split(params.drafts), params, task, given)[0])
+        leaves = jax.tree_util.tree_leaves_with_path(run(*split(params), task, given)[0])
         return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
     alone = grads(params, task)
@@ -158,7 +158,7 @@ def test_the_objective_is_the_distance_of_two_distributions() -> None:
         losses["text"].append(float(-jnp.log(q[rows, drafted.tokens[rows]]).mean()))
     for kind, each in losses.items():
         own = replace(task, objective=kind)
-        total, aux = jax.jit(objective, static_argnums=2)(split(params.drafts), params, own, given)
+        total, aux = jax.jit(objective, static_argnums=2)(*split(params), own, given)
         np.testing.assert_allclose(aux.losses, each, rtol=1e-4)
         assert float(total) == pytest.approx((each[0] + 0.5 * each[1]) / 1.5, rel=1e-4)
         np.testing.assert_allclose(aux.overlap, 1 - np.array(losses["tv"]), rtol=1e-4)
