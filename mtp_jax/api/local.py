@@ -44,7 +44,7 @@ def make_runner(
     sizes = config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns
     shape = StateShape(*sizes, config.dtype, fp8=config.kv_cache_dtype == "fp8")
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
-    runner = LocalRunner(Model(cfg, on), params, shape, config.suffix_drafts, config.law)
+    runner = LocalRunner(Model(cfg, on), params, shape, config.suffix_drafts, config.law, config.trees)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

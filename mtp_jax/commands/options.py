@@ -51,6 +51,7 @@ _NEED_DRAFTS = (
     "drafting",
     "adaptive_depth",
     "synthetic_acceptance",
+    "tree",
 )
 _MOST_SLOTS = 8
 _SUBJECTS = {
@@ -70,6 +71,7 @@ _SUBJECTS = {
         "drafting",
         "suffix_drafts",
         "verifier",
+        "tree",
         "synthetic_acceptance",
     ),
 }
@@ -304,6 +306,7 @@ def depth(llm: "LLM") -> str:
     c = llm.engine.config
     most = c.num_speculative_tokens
     drafts = f"depth 0 to {most}" if c.adaptive_depth and most else f"depth {most}"
+    drafts += f" in trees of {c.tree}" if c.tree else ""
     return f"{drafts}, {c.law}" if c.law else drafts
 
 

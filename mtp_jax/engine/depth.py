@@ -13,6 +13,8 @@ from math import exp, log
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
+from mtp_jax.decode.keys import TreeShape
+
 
 @dataclass(frozen=True)
 class DepthPolicy:
@@ -52,18 +54,25 @@ Row = tuple[int, int, int]
 """Drafts verified, drafts accepted and tokens emitted by one row of a step."""
 
 
-def adaptive_depths(most: int) -> tuple[int, ...]:
-    """The depths that adaptive steps choose from: 0, odd depths and the deepest."""
-    return tuple(sorted({0, *range(1, most + 1, 2), most}))
+def adaptive_depths(most: int, steps: int | None = None) -> tuple[int, ...]:
+    """The depths that adaptive steps choose from: 0, odd depths and the deepest.
+
+    steps: ``TreeShape.steps``: more drafts than these are a tree, fewer a chain. None: all are chains.
+    """
+    chain = most if steps is None else min(most, steps)
+    return tuple(sorted({0, *range(1, chain + 1, 2), chain, most}))
 
 
 class Yield:
     """Tokens that a step emits, by depth."""
 
-    def __init__(self, most: int, policy: DepthPolicy) -> None:
+    def __init__(self, most: int, policy: DepthPolicy, steps: int | None = None) -> None:
         self._policy = policy
         # Indexed by position: drafts verified, and drafts accepted, where all earlier drafts were accepted.
-        self._tried, self._held = [0.0] * most, [0.0] * most
+        chain = most if steps is None else steps
+        self._tried, self._held = [0.0] * chain, [0.0] * chain
+        # Trees: how many there were, and their accepted drafts; before there were any they count as chains.
+        self._trees, self._kept, self._more = 0.0, 0.0, most - chain
         # Indexed by depth: tokens accepted, and emitted. Fewer are emitted, because rows end within a step,
         # and because a step may be on its way when the one before it turns out to be the last.
         self._due, self._emitted = [policy.weight] * (most + 1), [policy.weight] * (most + 1)
@@ -75,10 +84,15 @@ class Yield:
         for i in range(len(self._tried)):
             self._tried[i] *= fade
             self._held[i] *= fade
+        self._trees *= fade
+        self._kept *= fade
         self._due[depth] *= fade
         self._emitted[depth] *= fade
         for (most, (drafted, accepted, emitted)), n in Counter(zip(depths, rows, strict=True)).items():
-            for i in range(min(accepted + 1, drafted)):
+            if drafted > len(self._tried):
+                self._trees += n
+                self._kept += n * accepted
+            for i in range(min(accepted + 1, drafted) if drafted <= len(self._tried) else 0):
                 self._tried[i] += n
                 self._held[i] += n * (i < accepted)
             # A row that had ended emits no token; its expected number stands in.
@@ -92,6 +106,9 @@ class Yield:
         for tried, held in zip(self._tried, self._held, strict=True):
             reach *= (held + p.weight * p.prior) / (tried + p.weight)
             expected.append(expected[-1] + reach)
+        if self._more:
+            kept = self._kept + p.weight * (expected[-1] - 1)
+            expected += [1 + kept / (self._trees + p.weight)] * self._more
         return expected
 
     def tokens(self, depth: int, asked: Mapping[int, int]) -> float:
@@ -180,10 +197,11 @@ class Costs:
 class DepthController:
     """Chooses the executable of every step, from measured costs and acceptance."""
 
-    def __init__(self, most: int, policy: DepthPolicy | None = None) -> None:
-        """most: depth of the deepest step."""
+    def __init__(self, most: int, policy: DepthPolicy | None = None, trees: TreeShape | None = None) -> None:
+        """most: depth of the deepest step. trees: see ``adaptive_depths``."""
         self.policy = policy = policy or DepthPolicy()
-        self._yield = Yield(most, policy)
+        self.steps = trees and trees.steps
+        self._yield = Yield(most, policy, self.steps)
         self._costs: defaultdict[Any, Costs] = defaultdict(lambda: Costs(policy))
         # The current probe: its depth, and the number of its steps that are left.
         self._probe, self._left = 0, 0
