@@ -239,7 +239,8 @@ _PROGRAMS: dict[Any, Programs] = {}
 def _shared(programs: Programs) -> Programs:
     """The programs of the first engine whose programs were made of the same."""
     leaves, tree = jax.tree.flatten((programs._params, programs._state))
-    made_of = programs.model, programs.drafter, programs.law, tree, tuple(leaves)
+    how = programs.law, programs.margins
+    made_of = programs.model, programs.drafter, how, tree, tuple(leaves)
     return _PROGRAMS.setdefault(made_of, programs)
 
 

@@ -1,7 +1,6 @@
 """What the documents say of the code, and of each other: files that a token passes, layers, tests, links."""
 
 import re
-import shutil
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 import mtp_jax
 from mtp_jax.commands import cli
-from tests import golden, tiny_tokenizer
+from tests import tiny_tokenizer
 from tests.layers import FLOORS, LAYERS, ROOT
 
 PACKAGE = Path(mtp_jax.__file__).parent
@@ -48,14 +47,24 @@ def test_a_token_goes_through_the_files_that_the_readme_names(visited, tmp_path,
     named = FILE.findall(section("README.md", "A token, from prompt to output"))
     assert len(set(named)) > 15
     assert not [name for name in named if not (PACKAGE / name).is_file()]
-    shutil.copytree(golden.model_dir("rigged"), tmp_path / "model")
-    model = tiny_tokenizer.write(tmp_path / "model", golden.raw_config("rigged")["vocab_size"])
+    model = tiny_tokenizer.model(tmp_path / "model")
     sizes = "--max-model-len 96 --page-size 16 --prefill-chunk 16 --max-num-seqs 1 --num-speculative-tokens 1"
     prompt = ["--prompt", "abc", "--max-tokens", "8", "--no-compile-cache", "--ignore-eos"]
     assert cli.main(["generate", str(model), *prompt, *sizes.split()]) == 0
     assert capsys.readouterr().out
     ran = {str(Path(name).relative_to(PACKAGE)) for name in visited if name.startswith(f"{PACKAGE}/")}
     assert not [name for name in named if name not in ran]
+
+
+def test_traces_name_code_that_is_there():
+    named = re.findall(
+        r"`([\w/]+\.py)(?:: ([\w.]+))?`", (ROOT / "docs/traces.md").read_text(encoding="utf-8")
+    )
+    assert len({path for path, _ in named}) > 15
+    for path, name in named:
+        source = (PACKAGE / path).read_text(encoding="utf-8")
+        for part in filter(None, name.split(".")):
+            assert re.search(rf"\b(?:def|class) {part}\b", source), (path, name)
 
 
 def test_the_readme_is_short():

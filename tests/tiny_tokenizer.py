@@ -1,14 +1,23 @@
 """A tokenizer for checkpoints of any small vocabulary: one token per printable character, the rest pairs."""
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 from string import ascii_lowercase
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests import golden
+
 BOS, EOS = "<bos>", "<eos>"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def model(folder: Path) -> Path:
+    """Copy a golden checkpoint whose drafts are accepted, with a tokenizer, to a new folder; return it."""
+    shutil.copytree(golden.model_dir("rigged"), folder)
+    return write(folder, golden.raw_config("rigged")["vocab_size"])
 
 
 def write(folder: Path, vocab_size: int, template: str | None = TEMPLATE) -> Path:

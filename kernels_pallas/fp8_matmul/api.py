@@ -11,8 +11,8 @@ from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
+from kernels_pallas.splits import PROCESSORS
 
-_PROCESSORS = 132
 # Bytes of a tile's ring, in rows of 128 bytes: the cost of filling it, beside the rows that the tile loads.
 _START = 512
 
@@ -89,7 +89,7 @@ def choose_tile(rows: int, columns: int, terms: int) -> Tile:
     tiles = -(-rows // height)
 
     def cost(width: int, splits: int) -> tuple[int, int]:
-        waves = -(-tiles * (columns // width) * splits // _PROCESSORS)
+        waves = -(-tiles * (columns // width) * splits // PROCESSORS)
         partial_sums = height * width * 8 // BLOCK if splits > 1 else 0
         return waves * (terms // BLOCK // splits * (height + width) + partial_sums + _START), splits
 

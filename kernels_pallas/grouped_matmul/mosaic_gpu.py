@@ -106,7 +106,7 @@ class _Walk:
     scratch: dict[str, Ref]
 
     def place(self, i: jax.Array) -> Place:
-        """The place of the i-th tile among those of all thread blocks; a group's tiles follow each other."""
+        """The place of the i-th tile of all thread blocks; a group's tiles follow each other."""
         splits, columns = self.sizes.tile.splits, self.sizes.column_tiles
         return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
 

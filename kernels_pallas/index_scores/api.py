@@ -9,12 +9,11 @@ from kernels_pallas.index_scores.index_rows import Packed
 from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation
+from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import Window
 
-# Streaming multiprocessors of an H100 or H200: a thread block of the kernel fills one.
-_PROCESSORS = 132
 # The cost of a split beside its rows, which is loading queries, in tiles.
-_SPLIT_COST = 4
+SPLIT_COST = 4
 # Least rows of a TMA copy of FP8 keys' scales, because of the alignment of its target.
 _LEAST_FP8 = 32
 
@@ -70,7 +69,7 @@ def index_scores(
         page_table,
         _seen(visible, groups * tokens, rows),
         heads=heads,
-        splits=splits or choose_splits(slots * groups, -(-rows // TILE)),
+        splits=splits or choose_splits(slots * groups, -(-rows // TILE), SPLIT_COST),
         interpret=interpret,
     )
     return found[:, :width, :rows]
@@ -90,16 +89,6 @@ def _seen(visible: Window, width: int, rows: int) -> Int[Array, "4 B W"]:
     end, bits = jnp.where(counts, end, -32), jnp.where(counts, bits, 0)
     first, last = (jnp.broadcast_to(x[:, None], shape) for x in (visible.first, visible.end()))
     return jnp.stack([first, end, bits, jnp.clip(last, 0, rows)]).astype(jnp.int32)
-
-
-def choose_splits(blocks: int, tiles: int) -> int:
-    """Splits that finish soonest if slots have ``tiles`` tiles; unsplit, ``blocks`` thread blocks run."""
-
-    def time(splits: int) -> tuple[int, int]:
-        waves = -(-blocks * splits // _PROCESSORS)
-        return waves * (-(-tiles // splits) + _SPLIT_COST), splits
-
-    return min(range(1, min(tiles, _PROCESSORS) + 1), key=time)
 
 
 def check(q: Described, keys: Described | Packed) -> None:

@@ -24,7 +24,7 @@ class Shape:
         window, lengths: shape of the tokens.
         heads: index heads.
         page: rows per page.
-        spare: pages of each slot beyond those it needs.
+        spare: number of pages of each slot beyond its need.
         splits: argument of the kernel.
         nextn: whether tokens see every other draft, and not the first two rows.
         fp8: whether keys are in FP8.

@@ -1,17 +1,15 @@
 """The function that a model calls."""
 
-from typing import Literal
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.needs import Implementation
 from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.reference import ROWS
 from kernels_pallas.router.rule import Rule
 
-Implementation = Literal["xla", "mosaic_gpu"]
 # Most scores that one warpgroup holds for 64 tokens.
 _MAX_EXPERTS = 256
 
@@ -63,15 +61,6 @@ def choose(
     padded, mask = jnp.pad(logits, (rest, (0, 0))), jnp.pad(mask, rest)
     ids, weights, counts = mosaic_gpu.choose(padded, bias, mask, rule=rule, interpret=interpret)
     return Choice(ids.T[:tokens], weights.T[:tokens], counts)
-
-
-def can_choose(experts: int, rule: Rule) -> bool:
-    """Whether the kernel can make this choice."""
-    try:
-        check(experts, rule)
-    except ValueError:
-        return False
-    return True
 
 
 def check(experts: int, rule: Rule) -> None:

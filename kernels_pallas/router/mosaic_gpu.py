@@ -112,7 +112,7 @@ def choose(
 
 
 def _keep_groups(choice: list[jax.Array], column: jax.Array, kept: int) -> list[jax.Array]:
-    """The groups, with -inf outside of those whose best two sum to most; the first among equals."""
+    """The scores, with -inf outside of the groups whose best two sum to most; the first among equals."""
     size = column.shape[1]
     scores = []
     for c in choice:

@@ -10,7 +10,7 @@ class Rule:
     Attributes:
         chosen: experts per token.
         groups: equal parts that the experts are divided into.
-        kept: number of groups that a token may choose from: those with the largest sums of two best scores.
+        kept: number of groups that a token may choose from, by the sums of their two best scores.
         normalise: whether a token's weights are divided by their sum.
         scaling: factor of the weights.
     """

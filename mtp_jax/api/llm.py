@@ -32,7 +32,6 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
-from mtp_jax.engine.validate import checked_ids
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
 from mtp_jax.json_object import JsonMapping, JsonObject
@@ -223,17 +222,13 @@ class LLM:
 
     def score(self, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
-        ids = self._scorable(token_ids)
-        assert self._scorer, "a simulated model is refused before"
-        return self._scorer.score(self._memory.params, ids)
+        return self._scoring().score(self._memory.params, token_ids)
 
-    def _scorable(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+    def _scoring(self) -> Scorer:
         self._check_alone("scoring")
         self.check_memory()
-        ids, limit = checked_ids(token_ids, self.config.vocab_size), self.config.max_position_embeddings
-        if len(ids) > limit:
-            raise RequestError(f"score takes up to {limit} tokens; got {len(ids)}")
-        return ids
+        assert self._scorer, "a simulated model is refused before"
+        return self._scorer
 
     def hidden_states(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> np.ndarray:
         """The trunk's hidden states after its final norm, float32 [n, D], to train heads with.
@@ -241,13 +236,18 @@ class LLM:
         positions: tokens to look at, from 0 on, or from the end where negative; None: all.
         Raises RequestError for bad ids and positions.
         """
-        ids = self._scorable(token_ids)
-        chosen = list(range(len(ids)) if positions is None else positions)
-        wrong = next((p for p in chosen if not -len(ids) <= p < len(ids)), None)
+        ((hidden,),) = self.features([token_ids])
+        chosen = list(range(len(hidden)) if positions is None else positions)
+        wrong = next((p for p in chosen if not -len(hidden) <= p < len(hidden)), None)
         if wrong is not None:
-            raise RequestError(f"position {wrong} is outside of {len(ids)} tokens")
-        assert self._scorer, "a simulated model is refused before"
-        return self._scorer.hidden(self._memory.params, ids)[chosen]
+            raise RequestError(f"position {wrong} is outside of {len(hidden)} tokens")
+        return hidden[chosen].astype(np.float32)
+
+    def features(
+        self, sequences: Sequence[Sequence[int]], taps: Sequence[int] = ()
+    ) -> list[tuple[np.ndarray, ...]]:
+        """``hidden_states`` of each sequence, computed together, in the dtype of the engine; and its taps."""
+        return self._scoring().features(self._memory.params, sequences, tuple(taps))
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> Draft:
         """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""
@@ -329,8 +329,8 @@ class LLM:
         before = self.probe_drafts(probe, prepare)
         self._memory.replace(self.engine, new, weight_version)
         after = self.probe_drafts(probe, prepare)
-        lengths = (found and found.acceptance_length for found in (before, after))
-        return WeightUpdate(self.engine.weight_version, *lengths)
+        version = self.engine.weight_version
+        return WeightUpdate(version, before and before.acceptance_length, after and after.acceptance_length)
 
     def release_memory(self, tags: Sequence[Tag] | None = None, *, backup: bool = True) -> None:
         """Release device memory of these parts: "weights", "draft" (NextN layers), "cache".

@@ -15,36 +15,27 @@ from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import check_divisible, data_size, with_auto_axes
 from mtp_jax.model.trunk import Model
-from mtp_jax.text.grammar import Grammars
 
 
-def local_engine(
-    cfg: ModelConfig,
-    params: Params,
-    config: EngineConfig,
-    mesh: Mesh | None = None,
-    grammars: Grammars | None = None,
-) -> Engine:
-    """An engine with a ``LocalRunner``. Allocates the cache; compiles nothing yet. Raises ConfigError.
-
-    grammars: compiler of structured output; None refuses it.
-    """
-    return Engine(cfg, config, make_runner(cfg, params, config, mesh), grammars)
+def local_engine(cfg: ModelConfig, params: Params, config: EngineConfig) -> Engine:
+    """An engine on one device, without structured output. Compiles nothing yet. Raises ConfigError."""
+    return Engine(cfg, config, make_runner(cfg, params, config))
 
 
 def make_runner(
     cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None
 ) -> LocalRunner:
-    """A runner with the slots and pages that ``config`` says, as ``local_engine``. Raises ConfigError."""
+    """A runner with the slots and pages that ``config`` says; allocates the cache. Raises ConfigError."""
     mesh = with_auto_axes(mesh)
     check_divisible(cfg, mesh)
     params = with_slots(params, config.redundant_experts, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
-    sizes = config.max_num_seqs, config.pages_per_shard(shards), config.page_size, config.columns
-    shape = StateShape(*sizes, config.dtype, fp8=config.kv_cache_dtype == "fp8")
+    pages, fp8 = config.pages_per_shard(shards), config.kv_cache_dtype == "fp8"
+    shape = StateShape(config.max_num_seqs, pages, config.page_size, config.columns, config.dtype, fp8)
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
-    runner = LocalRunner(Model(cfg, on), params, shape, config.suffix_drafts, config.law, config.trees)
+    how = config.suffix_drafts, config.law, config.adaptive_verification, config.trees
+    runner = LocalRunner(Model(cfg, on), params, shape, *how)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

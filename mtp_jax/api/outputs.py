@@ -18,7 +18,7 @@ class CompletionOutput:
         num_tokens: number of tokens; in a delta, tokens of earlier deltas count too.
         finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
             output grew too complex to go on); None: it runs.
-        logprobs: per token, if asked for: the chosen token first, then the most likely ones.
+        logprobs: per token, if asked for: the chosen token first, then the most likely tokens.
         token_texts: text that each token added to ``text``; text held back comes with a later token.
             With deltas, text still held back at the end appears in ``text`` only, not in ``token_texts``.
         drafted: whether each token was a draft; a prefill's first token and each step's last token are not.

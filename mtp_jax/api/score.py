@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from mtp_jax.engine.validate import checked_ids
+from mtp_jax.errors import RequestError
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
@@ -35,20 +37,21 @@ class Scores:
 
 
 class Scorer:
-    """Scores sequences; executables are compiled per power-of-two length."""
+    """Scores sequences; executables are compiled per number of sequences and power-of-two length."""
 
     def __init__(self, cfg: ModelConfig, on: Backend) -> None:
         self._cfg = cfg
         self._on, mesh = on, on.mesh
-        # A sharded batch must divide over the data axis; a copy of the row per shard does.
+        # A sharded batch must divide over the data axis; with copies of its last row it does.
         self._rows = 1 if mesh is None else mesh.shape["data"]
-        self._compiled: dict[tuple[str, int], Any] = {}
+        self._compiled: dict[tuple[object, ...], Any] = {}
 
     def score(self, params: Params, token_ids: Sequence[int]) -> Scores:
-        """Score one sequence of at least one token. params: parameters, of the same shapes in every call."""
-        length = len(token_ids)
-        hidden, logits, mtp_hidden, mtp_logits = self._call(self._run, params, token_ids)
+        """Score a sequence. params: parameters, of the same shapes in every call. Raises RequestError."""
+        found = self._call(self._run, params, [token_ids])
+        hidden, logits, mtp_hidden, mtp_logits = jax.tree.map(lambda a: np.asarray(a[0], np.float32), found)
         # Causal: the padding cannot be seen from the rows that are kept.
+        length = len(token_ids)
         shorter = [max(length - 1 - k, 0) for k in range(len(mtp_hidden))]
         return Scores(
             logits[:length],
@@ -57,32 +60,51 @@ class Scorer:
             tuple(x[:n] for x, n in zip(mtp_hidden, shorter, strict=True)),
         )
 
-    def hidden(self, params: Params, token_ids: Sequence[int]) -> np.ndarray:
-        """The trunk's hidden states alone, [T, D]."""
-        return self._call(self._run_trunk, params, token_ids)[: len(token_ids)]
+    def features(
+        self, params: Params, sequences: Sequence[Sequence[int]], taps: tuple[int, ...] = ()
+    ) -> list[tuple[np.ndarray, ...]]:
+        """The trunk's hidden states [n, D] of each sequence: after the final norm, then these taps.
+
+        Raises RequestError for bad ids.
+        """
+        found = self._call(self._run_trunk, params, sequences, taps)
+        arrays = [np.asarray(a) for a in found]
+        return [tuple(a[i, : len(ids)] for a in arrays) for i, ids in enumerate(sequences)]
 
     def _call(
-        self, run: Callable[[Params, jax.Array], PyTree], params: Params, token_ids: Sequence[int]
+        self,
+        run: Callable[..., PyTree],
+        params: Params,
+        sequences: Sequence[Sequence[int]],
+        *static: object,
     ) -> PyTree:
-        """Call a function with the sequence padded to a power of two."""
-        length, padded = len(token_ids), _SMALLEST
+        """Call a function with the sequences padded to a power of two, and to rows that divide."""
+        limit, padded = self._cfg.max_position_embeddings, _SMALLEST
+        checked = [checked_ids(ids, self._cfg.vocab_size) for ids in sequences]
+        length = max(map(len, checked))
+        if length > limit:
+            raise RequestError(f"score takes up to {limit} tokens; got {length}")
         while padded < length:
             padded *= 2
-        tokens = np.zeros((self._rows, padded), np.int32)
-        tokens[:, :length] = token_ids
-        key = run.__name__, padded
+        tokens = np.zeros((-(-len(checked) // self._rows) * self._rows, padded), np.int32)
+        for i in range(len(tokens)):
+            ids = checked[min(i, len(checked) - 1)]
+            tokens[i, : len(ids)] = ids
+        key = run.__name__, tokens.shape, *static
         if key not in self._compiled:
             abstract = jax.ShapeDtypeStruct(tokens.shape, jnp.int32)
-            self._compiled[key] = jax.jit(run).lower(params, abstract).compile()
-        return jax.tree.map(lambda a: np.asarray(a[0], np.float32), self._compiled[key](params, tokens))
+            program = jax.jit(lambda params, tokens: run(params, tokens, *static))
+            self._compiled[key] = program.lower(params, abstract).compile()
+        return self._compiled[key](params, tokens)
 
-    def _run_trunk(self, params: Params, tokens: jax.Array) -> jax.Array:
-        return trunk.forward(params, self._cfg, tokens, self._on)
+    def _run_trunk(self, params: Params, tokens: jax.Array, taps: tuple[int, ...]) -> list[jax.Array]:
+        found = trunk.forward_traced(params, self._cfg, tokens, self._on, taps)
+        return [found.hidden, *(found.taps[k] for k in taps)]
 
     def _run(
         self, params: Params, tokens: jax.Array
     ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
-        hidden = self._run_trunk(params, tokens)
+        (hidden,) = self._run_trunk(params, tokens, ())
         z, states, logits = hidden, [], []
         for k in range(self._cfg.num_nextn_predict_layers):
             following = jnp.roll(tokens, -1 - k, axis=1)

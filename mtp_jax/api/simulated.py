@@ -46,7 +46,8 @@ def simulated_engine(
 ) -> Engine:
     """An engine whose outputs are texts of the language. seconds: duration of a step."""
     pages, size = config.pages_per_shard(1), config.page_size
-    runner = Simulated(language, slots=config.max_num_seqs, pages=pages, page_size=size, seconds=seconds)
+    sizes = {"slots": config.max_num_seqs, "pages": pages, "page_size": size}
+    runner = Simulated(language, **sizes, seconds=seconds, margins=config.adaptive_verification)
     return Engine(cfg, config, runner, grammars, MARK)
 
 

@@ -203,8 +203,13 @@ def _skipped(name: str) -> bool:
 def _read(path: Path) -> str | None:
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return None
+    return as_text(path.read_bytes())
+
+
+def as_text(data: bytes) -> str | None:
+    """The text of a file, with line ends "\\n"; None unless it is UTF-8 and not blank."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
     text = text.replace("\r\n", "\n").replace("\r", "\n")

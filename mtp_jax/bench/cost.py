@@ -151,11 +151,11 @@ def of_launch(
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
-        attending = sum((attend(layer, some) for layer in layers for some in rows), Work(0, 0))
+        attending = sum((of_attention(layer, some) for layer in layers for some in rows), Work(0, 0))
         return Work(part.bytes.touched(experts), 2 * count * active) + attending
 
-    def attend(layer: int, rows: tuple[int, int]) -> Work:
-        """Attention of windows over the cached rows of their slots."""
+    def of_attention(layer: int, rows: tuple[int, int]) -> Work:
+        """The work of attention in a layer, of windows over the cached rows of their slots."""
         (slots, width), of = rows, cfg
         if draft_head and layer in own:
             of = draft_head.sizes

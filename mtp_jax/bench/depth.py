@@ -85,7 +85,7 @@ def run(
 ) -> Report:
     """Decode the same prompts at each temperature and depth, each depth against depth 0 of its temperature.
 
-    Depth 0 is always among them. synthetic_acceptance: of the others, as the option of ``LLM``. Raises
+    Depth 0 is always measured. synthetic_acceptance: of depths above 0, as the option of ``LLM``. Raises
     ConfigError or RequestError for sizes and temperatures out of range.
     """
     depths, temperatures = sorted({0, *depths}), list(dict.fromkeys(temperatures))

@@ -110,13 +110,13 @@ def row(rounds: Sequence[Summary]) -> tuple[str, ...]:
     """Cells of a table with ``HEADERS``: medians over the rounds, of the rate and of every percentile."""
     times = (("ttft", 1), ("tpot", 2), ("itl", 2), ("e2e", 0))
     cells = (
-        " / ".join(f"{over_rounds(rounds, name, at) * 1e3:.{digits}f}" for at in ("p50", "p90", "p99"))
+        " / ".join(f"{median_of(rounds, name, at) * 1e3:.{digits}f}" for at in ("p50", "p90", "p99"))
         for name, digits in times
     )
     return (f"{statistics.median(s.rate for s in rounds):.1f}", *cells)
 
 
-def over_rounds(rounds: Sequence[Summary], latency: str, at: str) -> float:
+def median_of(rounds: Sequence[Summary], latency: str, at: str) -> float:
     """The median over rounds of a percentile of a latency, in seconds."""
     return statistics.median(getattr(getattr(s, latency), at) for s in rounds)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_jax.bench.latency import over_rounds
+from mtp_jax.bench.latency import median_of
 from mtp_jax.bench.report import Report
 from mtp_jax.json_object import JsonMapping
 
@@ -83,8 +83,8 @@ def _levels(levels: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:
         (per_token, "tpot", "time per output token, ms"),
         (whole, "e2e", "end to end, ms"),
     ):
-        lines(axis, " p50", lambda f, latency=latency: over_rounds(f["rounds"], latency, "p50") * 1e3)
-        lines(axis, " p99", lambda f, latency=latency: over_rounds(f["rounds"], latency, "p99") * 1e3, "x:")
+        lines(axis, " p50", lambda f, latency=latency: median_of(f["rounds"], latency, "p50") * 1e3)
+        lines(axis, " p99", lambda f, latency=latency: median_of(f["rounds"], latency, "p99") * 1e3, "x:")
         axis.set(title=f"{title} (logarithmic)", yscale="log")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")

@@ -1,4 +1,4 @@
-"""An open loop against a running server: requests are sent at their times, even while earlier ones wait."""
+"""An open loop against a running server: a request is sent at its time, even while earlier requests wait."""
 
 import asyncio
 import math

@@ -43,6 +43,7 @@ _GAINS = {
 _QUIET = ("o_proj", "down_proj")
 _HEAD_NOISE, _HEAD_SIGNAL = 0.9, 6.0
 _OUT_OF_REACH = 0.2
+_CLOSE = 0.03  # distance to the target at which the search ends
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,6 @@ def tune(
     *,
     prompts: int = 16,
     max_tokens: int = 48,
-    tolerance: float = 0.03,
 ) -> Tuned:
     """Bisect the noise until greedy decoding at ``depth`` emits ``target`` tokens per step.
 
@@ -243,7 +243,7 @@ def tune(
     low, high = 0.0, math.sqrt(cfg.hidden_size)
     best = Tuned(0.0, acceptance(0.0))
     for _ in range(12):
-        if abs(best.acceptance - target) <= tolerance:
+        if abs(best.acceptance - target) <= _CLOSE:
             break
         noise = (low + high) / 2
         got = acceptance(noise)

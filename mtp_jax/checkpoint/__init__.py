@@ -9,7 +9,7 @@ from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
-from mtp_jax.checkpoint.write import export_nextn, save_checkpoint
+from mtp_jax.checkpoint.write import export_nextn, save_checkpoint, save_drafter
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.device import is_hopper, platform
 from mtp_jax.model.head_config import Captures
@@ -27,6 +27,7 @@ __all__ = [
     "restore",
     "save",
     "save_checkpoint",
+    "save_drafter",
     "summarise",
 ]
 

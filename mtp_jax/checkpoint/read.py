@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,17 +52,20 @@ def load_folder(
     num_nextn_layers: int | None = None,
     draft_captures: Captures | None = None,
     progress: Progress | None = None,
+    layers: bool = True,
 ) -> Loaded:
     """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``.
 
-    keep: names of the ways of storing (``formats.STORED``) in which weights stay in memory.
+    keep: names of the ways of storing (``formats.STORED``) in which weights stay in memory. layers: False:
+    the trunk's layers are not read, and there are none.
     """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
     plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
     check_divisible(plan.config, mesh)
     own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
-    return load_plan(plan.keeping(own), own, dtype, keep, partial(_place, mesh=mesh), mesh, progress)
+    place = partial(_place, mesh=mesh)
+    return load_plan(plan.keeping(own), own, dtype, keep, place, mesh, progress, layers)
 
 
 Place = Callable[[Spec, Mapping[str, Tensor], Any], Any]
@@ -77,10 +80,11 @@ def load_plan(
     place: Place,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
+    layers: bool = True,
 ) -> Loaded:
     """Read the tensors of a plan. own: duplicates that differ from the trunk's tensors, and are kept.
 
-    Raises CheckpointError, ConfigError.
+    layers: see ``load_folder``. Raises CheckpointError, ConfigError.
     """
     count = _Counter(plan.tensors, progress)
     count.add(*plan.duplicates)
@@ -89,7 +93,8 @@ def load_plan(
             f"{plan.tensors[HEAD]} differs from model.embed_tokens.weight, but config.json says "
             "tie_word_embeddings = true; expected equal bytes, or false"
         )
-    leaves, tree = jax.tree.flatten(plan.specs(own))
+    specs = plan.specs(own)
+    leaves, tree = jax.tree.flatten(specs if layers else replace(specs, layers=()))
     arrays: list[Any] = []
     for spec in leaves:
         stays = staying(spec, plan.tensors, keep)

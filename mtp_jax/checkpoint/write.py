@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -20,11 +20,14 @@ from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.read import is_copy
 from mtp_jax.checkpoint.safetensors_file import DTYPES
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_specs import DRAFT_HEAD
 from mtp_jax.model.narrow import is_narrow
 from mtp_jax.model.params import Params, Spec, param_specs, type_of
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")
+SHARD_BYTES = 5_000_000_000  # of one file, as the releases have them
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
@@ -48,7 +51,7 @@ def save_checkpoint(
     cfg: ModelConfig,
     params: Params,
     dtype: str = "bfloat16",
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write ``params`` as a folder in the release layout: config.json and safetensors, sharded if large.
 
@@ -62,9 +65,42 @@ def save_checkpoint(
     check_no_narrow(params)
     if params.drafter is not None:
         raise CheckpointError("a draft head is not written: it stays in the folder that it was loaded from")
-    directory = Path(directory)
+    own = [(p.embed is not None, p.head is not None) for p in params.nextn]
+    _write_folder(Path(directory), _pieces(param_specs(cfg, own), params, dtype), max_shard_bytes)
+    write_json(Path(directory) / "config.json", cfg.to_dict() | {"torch_dtype": dtype})
+
+
+def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObject) -> None:
+    """Write the NextN layers, or the head, alone in bfloat16, for ``draft_model`` of the model of ``cfg``.
+
+    NextN layers have their names in the release (``model.layers.{L + k}``), a head's tensors the
+    names that its trainer gives.
+
+    Args:
+        params: parameters, of which the drafter's are written.
+        raw: the config.json to write, of the model or of the head.
+
+    Raises:
+        CheckpointError: params of another model.
+    """
+    specs = param_specs(cfg, [(p.embed is not None, p.head is not None) for p in params.nextn])
+
+    def alone(tree: Params) -> Params:
+        return replace(tree, embed=None, layers=(), norm=None, head=None)
+
+    prefix = f"{DRAFT_HEAD}."
+    pieces = [
+        replace(p, name=p.name.removeprefix(prefix)) for p in _pieces(alone(specs), alone(params), "bfloat16")
+    ]
+    _write_folder(directory, pieces, SHARD_BYTES)
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+    write_json(directory / "config.json", raw | {"torch_dtype": "bfloat16"})
+
+
+def _write_folder(directory: Path, pieces: Iterable[Piece], max_shard_bytes: int) -> None:
+    """Write the safetensors files of a folder; earlier files are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
-    shards = _split(_pieces(cfg, params, dtype), max_shard_bytes)
+    shards = _split(pieces, max_shard_bytes)
     count = len(shards)
     single = count == 1
     files = ["model.safetensors" if single else f"model-{i:05d}-of-{count:06d}.safetensors"
@@ -80,7 +116,6 @@ def save_checkpoint(
     for path in directory.iterdir():
         if _OWN_FILES.fullmatch(path.name) and path.name not in files:
             path.unlink()
-    write_json(directory / "config.json", cfg.to_dict() | {"torch_dtype": dtype})
 
 
 def check_no_narrow(params: Params) -> None:
@@ -164,10 +199,9 @@ def _split(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
     return shards
 
 
-def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
-    """Every tensor of ``params`` in the order of the release."""
-    own = [(p.embed is not None, p.head is not None) for p in params.nextn]
-    specs, tree = jax.tree.flatten(param_specs(cfg, own))
+def _pieces(declared: Params, params: Params, dtype: str) -> list[Piece]:
+    """Every tensor of ``params`` in the order of the release. declared: their specs."""
+    specs, tree = jax.tree.flatten(declared)
     arrays, got = jax.tree.flatten(params)
     if got != tree or [a.shape for a in arrays] != [s.shape for s in specs]:
         raise CheckpointError("the parameters are not those of this config: their tree or shapes differ")
@@ -183,7 +217,7 @@ def _pieces(cfg: ModelConfig, params: Params, dtype: str) -> list[Piece]:
 
     def piece(name: str, parts: list[tuple[int, tuple[int, ...]]]) -> Piece:
         spec: Spec = specs[parts[0][0]]
-        kind = "F32" if spec.float32 or dtype == "float32" else "BF16"
+        kind = "I32" if spec.ids else "F32" if spec.dtype(dtype) == "float32" else "BF16"
 
         def data() -> np.ndarray:
             values = [host(i)[at] for i, at in parts]

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,14 +12,11 @@ from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.commands.options import add_engine, add_options, chosen, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
-from mtp_jax.json_object import JsonObject
 from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
-from serve.http.in_process import Answer
+from serve.http.in_process import Answer, post
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message
-
     from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.api.progress import Reporter
     from mtp_jax.commands.batch_file import Counts
@@ -113,9 +109,9 @@ async def _answer(
 
     app = make_app(allm, settings)
 
-    async def send(url: str, body: bytes) -> "Answer":
+    async def send(url: str, body: bytes) -> Answer:
         while True:
-            answer = await call(app, url, body)
+            answer = await post(app, url, body)
             if allm.error is not None:
                 raise EngineStopped(f"the engine failed: {allm.error}; run the command again for the rest")
             if answer.status != 503:
@@ -132,48 +128,6 @@ async def _answer(
         return counts, time.perf_counter() - began
     finally:
         await allm.close()
-
-
-async def call(app: "ASGIApp", url: str, body: bytes) -> "Answer":
-    """The answer to one request by an ASGI application in this process, as a client over HTTP gets it."""
-    from mtp_jax.commands.batch_file import Answer
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
-        "query_string": b"",
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-        "client": None,
-        "server": None,
-    }
-    unsent, never, status, parts = [body], asyncio.Event(), 0, []
-    headers: dict[bytes, bytes] = {}
-
-    async def receive() -> JsonObject:
-        if not unsent:
-            await never.wait()  # the client stays connected
-        return {"type": "http.request", "body": unsent.pop(), "more_body": False}
-
-    async def send(message: "Message") -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-            headers.update(message["headers"])
-        else:
-            parts.append(message.get("body", b""))
-
-    try:
-        await app(scope, receive, send)
-    except Exception:
-        if not parts:  # Starlette answers 500, and raises the error again, for servers to log
-            raise
-    name, warning = (headers.get(key, b"").decode() for key in (b"x-request-id", b"warning"))
-    return Answer(status, name, json.loads(b"".join(parts)), warning)
 
 
 def _done(counts: "Counts") -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import operator
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,14 @@ from mtp_jax.commands.parser import (
     Subparsers,
     acceptance,
     add_model,
+    add_value,
     counts,
     integers,
+    numbers,
     positive,
     positive_number,
     rates,
+    share,
 )
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -40,6 +43,8 @@ _DESCRIPTION = """\
 Measure something, print a table, and write JSON with the exact command, versions, machine and load. Variants
 are compared in alternating runs. Nothing else should run meanwhile (docs/benchmarks.md)."""
 _CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
+_numbers = numbers(math.isfinite)
+_rates = numbers(lambda rate: rate > 0, " above 0", "0.5,2,inf")
 
 
 def register(subparsers: Subparsers) -> None:
@@ -62,8 +67,8 @@ def register(subparsers: Subparsers) -> None:
         return sub
 
     sub = command("depth", _depth, "decode speed against the number of drafts per step", plotted=True)
-    _add(sub, "--depths", [0, 1, 2, 3, 4, 5], "drafts per step to compare", integers, "K,...")
-    _add(
+    add_value(sub, "--depths", [0, 1, 2, 3, 4, 5], "drafts per step to compare", integers, "K,...")
+    add_value(
         sub, "--temperature", [0.0, 1.0], "to measure; 0: greedy, and tokens are compared", _numbers, "T,..."
     )
     _add_prompts(sub, 64)
@@ -71,10 +76,10 @@ def register(subparsers: Subparsers) -> None:
     _add_compile_cache(sub)
 
     sub = command("sweep", _sweep, "throughput and latency at 1 to 64 requests at a time", plotted=True)
-    _add(sub, "--concurrency", _CONCURRENCY, "requests at a time", integers, "N,...")
+    add_value(sub, "--concurrency", _CONCURRENCY, "requests at a time", integers, "N,...")
     modes = "of MTP; control: off once more, which shows the noise"
-    _add(sub, "--modes", ["off", "fixed", "adaptive"], modes, lambda text: text.split(","), "MODE,...")
-    _add(sub, "--depth", 3, "drafts per step; adaptive: at most", int, "K")
+    add_value(sub, "--modes", ["off", "fixed", "adaptive"], modes, lambda text: text.split(","), "MODE,...")
+    add_value(sub, "--depth", 3, "drafts per step; adaptive: at most", int, "K")
     sub.add_argument(
         "--requests",
         type=positive,
@@ -82,8 +87,8 @@ def register(subparsers: Subparsers) -> None:
         help="per run (default: 4 per concurrent one, at least 16)",
     )
     _add_lengths(sub)
-    _add(sub, "--temperature", 0.0, "0: greedy, and tokens are compared", float, "T")
-    _add(sub, "--rounds", 3, "measured runs of every mode", positive, "N")
+    add_value(sub, "--temperature", 0.0, "0: greedy, and tokens are compared", float, "T")
+    add_value(sub, "--rounds", 3, "measured runs of every mode", positive, "N")
     _add_acceptance(sub).add_argument(
         "--simulate-acceptance",
         type=rates,
@@ -94,19 +99,19 @@ def register(subparsers: Subparsers) -> None:
     _add_compile_cache(sub)
 
     sub = command("acceptance", _acceptance, "how many drafts are accepted on held-out text")
-    _add(sub, "--temperatures", [0.0, 0.7, 1.0], "to sample at, 0 is greedy", _numbers, "T,...")
-    _add(sub, "--depth", 3, "drafts per step", int, "K")
+    add_value(sub, "--temperatures", [0.0, 0.7, 1.0], "to sample at, 0 is greedy", _numbers, "T,...")
+    add_value(sub, "--depth", 3, "drafts per step", int, "K")
     _add_prompts(sub, 64)
-    _add(sub, "--samples", 4, "completions to quote", int, "N")
-    _add(sub, "--pieces", 64, "pieces of held-out text to measure bits per byte on", positive, "N")
+    add_value(sub, "--samples", 4, "completions to quote", int, "N")
+    add_value(sub, "--pieces", 64, "pieces of held-out text to measure bits per byte on", positive, "N")
     _add_compile_cache(sub)
 
     sub = command("window", _window, "what a wider window costs, in time and in bytes")
-    _add(sub, "--windows", [1, 2, 4, 8], "tokens of a row that are verified at once", counts, "N,...")
-    _add(sub, "--rounds", 40, "calls per window", positive, "N")
-    _add(sub, "--depth", 3, "drafts per step of the end-to-end comparison", int, "K")
-    _add(sub, "--prompts", 8, "prompts of that", positive, "N")
-    _add(sub, "--max-tokens", 64, "tokens to generate for each", positive, "N")
+    add_value(sub, "--windows", [1, 2, 4, 8], "tokens of a row that are verified at once", counts, "N,...")
+    add_value(sub, "--rounds", 40, "calls per window", positive, "N")
+    add_value(sub, "--depth", 3, "drafts per step of the end-to-end comparison", int, "K")
+    add_value(sub, "--prompts", 8, "prompts of that", positive, "N")
+    add_value(sub, "--max-tokens", 64, "tokens to generate for each", positive, "N")
     _add_compile_cache(sub)
 
     _register_serve(command("serve", _serve, "an open loop against a server that runs, with OpenAI's API"))
@@ -118,7 +123,7 @@ def _register_serve(sub: Parser) -> None:
     sub.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
     api = "route to ask (default: chat for prompts of a file, completions for random ones)"
     sub.add_argument("--api", choices=("completions", "chat"), help=api)
-    _add(
+    add_value(
         sub,
         "--rates",
         [1.0, 2.0, 4.0],
@@ -132,8 +137,8 @@ def _register_serve(sub: Parser) -> None:
         default="poisson",
         help="gaps between requests: random, or equal (default: poisson)",
     )
-    _add(sub, "--requests", 100, "per rate", positive, "N")
-    _add(sub, "--seed", 0, "of arrivals and prompts", int, "N")
+    add_value(sub, "--requests", 100, "per rate", positive, "N")
+    add_value(sub, "--seed", 0, "of arrivals and prompts", int, "N")
     prompts = sub.add_mutually_exclusive_group()
     prompts.add_argument(
         "--sharegpt", type=Path, metavar="FILE", help="prompts from a JSON file like ShareGPT's"
@@ -149,41 +154,29 @@ def _register_serve(sub: Parser) -> None:
     )
     only = "of --speed-bench, the prompts of this category alone, such as coding"
     sub.add_argument("--category", metavar="NAME", help=only)
-    _add(sub, "--prompt-tokens", 256, "token ids or words of random prompts", positive, "N")
-    _add(sub, "--spread", 0.0, "random lengths are uniform within this share of it, from 0 to 1", _share, "S")
-    _add(sub, "--max-tokens", 128, "of an answer", positive, "N")
-    _add(sub, "--temperature", 0.0, "0: greedy", float, "T")
+    add_value(sub, "--prompt-tokens", 256, "token ids or words of random prompts", positive, "N")
+    add_value(
+        sub, "--spread", 0.0, "random lengths are uniform within this share of it, from 0 to 1", share, "S"
+    )
+    add_value(sub, "--max-tokens", 128, "of an answer", positive, "N")
+    add_value(sub, "--temperature", 0.0, "0: greedy", float, "T")
     ignore = "answers have --max-tokens tokens; not every server knows the field"
     sub.add_argument("--ignore-eos", action="store_true", help=ignore)
     extra = """more fields of every request, as JSON: '{"top_p": 0.9}'"""
     sub.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help=extra)
-    _add(
+    add_value(
         sub, "--timeout", 600.0, "seconds without data after which a request has failed", positive_number, "S"
     )
 
 
-def _add(
-    sub: Parser,
-    flag: str,
-    default: float | str | Sequence[float | str],
-    help: str,
-    kind: Callable[[str], object],
-    metavar: str,
-) -> None:
-    """Declare an option; the help has its default as it is written on the command line."""
-    values = default if isinstance(default, list) else [default]
-    shown = ",".join(value if isinstance(value, str) else f"{value:g}" for value in values)
-    sub.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{help} (default: {shown})")
-
-
 def _add_prompts(sub: Parser, prompts: int) -> None:
-    _add(sub, "--prompts", prompts, "how many prompts", positive, "N")
+    add_value(sub, "--prompts", prompts, "how many prompts", positive, "N")
     _add_lengths(sub)
 
 
 def _add_lengths(sub: Parser) -> None:
-    _add(sub, "--prompt-tokens", 64, "tokens of every prompt", positive, "N")
-    _add(sub, "--max-tokens", 128, "tokens to generate for each", positive, "N")
+    add_value(sub, "--prompt-tokens", 64, "tokens of every prompt", positive, "N")
+    add_value(sub, "--max-tokens", 128, "tokens to generate for each", positive, "N")
 
 
 def _add_acceptance(sub: Parser) -> "argparse._MutuallyExclusiveGroup":
@@ -204,8 +197,9 @@ def _depth(a: Arguments) -> Reports:
     from mtp_jax.bench import depth, subject
 
     model = subject.load(a.model, drafts=any(a.depths))
-    sizes = a.prompts, a.prompt_tokens, a.max_tokens
-    yield depth.run(model, a.depths, a.temperature, *sizes, a.synthetic_acceptance)
+    yield depth.run(
+        model, a.depths, a.temperature, a.prompts, a.prompt_tokens, a.max_tokens, a.synthetic_acceptance
+    )
 
 
 def _sweep(a: Arguments) -> Reports:
@@ -257,23 +251,6 @@ def _serve(a: Arguments) -> Reports:
     yield from served.run(a.url, api, a.model, fields | a.extra_body, prompts, load)
 
 
-def _rates(text: str) -> list[float]:
-    try:
-        rates = [float(part) for part in text.split(",")]
-    except ValueError:
-        rates = [math.nan]
-    if not all(rate > 0 for rate in rates):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers above 0; write 0.5,2,inf")
-    return rates
-
-
-def _share(text: str) -> float:
-    share = float(text) if text.replace(".", "", 1).isdecimal() else math.nan
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return share
-
-
 def _object(text: str) -> JsonObject:
     try:
         found = json.loads(text)
@@ -282,16 +259,6 @@ def _object(text: str) -> JsonObject:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"""{text!r} is not a JSON object; write '{{"top_p": 0.9}}'""")
     return found
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [math.nan]
-    if not all(map(math.isfinite, numbers)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers; write 0.8,0.7")
-    return numbers
 
 
 def _free(path: Path, command: str) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_captures, captures, model_dir
-from mtp_jax.commands.parser import Subparsers, add_model, positive, positive_number
+from mtp_jax.commands.parser import Subparsers, add_model, add_value, positive, positive_number
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.room import Room
@@ -34,21 +34,12 @@ def register(subparsers: Subparsers) -> None:
         "--draft-model", type=Path, metavar="DIR", help="NextN layers or a head in a directory of their own"
     )
     add_captures(parser)
-    parser.add_argument(
-        "--num-nextn-layers", type=int, metavar="N", help="NextN layers to count (default: all)"
-    )
-    parser.add_argument(
-        "--gpus", type=positive, default=1, metavar="N", help="tell the memory of each of N GPUs (default: 1)"
-    )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help=f"tell the cache that each has room for: {', '.join(GPUS)}"
-    )
-    parser.add_argument(
-        "--memory-fraction",
-        type=positive_number,
-        metavar="F",
-        help=f"share of the GPU's memory that is used (default: {MEMORY_FRACTION:g})",
-    )
+    add_value(parser, "--num-nextn-layers", None, "NextN layers to count (default: all)", int, "N")
+    add_value(parser, "--gpus", 1, "tell the memory of each of N GPUs", positive, "N")
+    named = f"tell the cache that each has room for: {', '.join(GPUS)}"
+    add_value(parser, "--gpu", None, named, str, "NAME")
+    used = f"share of the GPU's memory that is used (default: {MEMORY_FRACTION:g})"
+    add_value(parser, "--memory-fraction", None, used, positive_number, "F")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(run=run)
 

@@ -50,6 +50,7 @@ _NEED_DRAFTS = (
     "num_nextn_layers",
     "drafting",
     "adaptive_depth",
+    "adaptive_verification",
     "synthetic_acceptance",
     "tree",
 )
@@ -68,6 +69,7 @@ _SUBJECTS = {
     "speculation": (
         "num_speculative_tokens",
         "adaptive_depth",
+        "adaptive_verification",
         "drafting",
         "suffix_drafts",
         "verifier",

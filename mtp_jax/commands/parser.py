@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -125,15 +125,57 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def positive_number(text: str) -> float:
-    """A number above 0: "0.5"."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+def add_value(
+    to: argparse._ActionsContainer,
+    flag: str,
+    default: float | str | Sequence[float | str] | None,
+    help: str,
+    kind: Callable[[str], object],
+    metavar: str,
+) -> None:
+    """Declare an option; the help has its default, if there is one, as it is written on the command line."""
+    if default is not None:
+        values = default if isinstance(default, list | tuple) else [default]
+        shown = ",".join(value if isinstance(value, str) else f"{value:g}" for value in values)
+        help = f"{help} (default: {shown})"
+    to.add_argument(flag, type=kind, default=default, metavar=metavar, help=help)
+
+
+def number(fits: Callable[[float], bool], bounds: str = "") -> Callable[[str], float]:
+    """The type of an option that is a number; bounds: in words, such as " above 0"."""
+
+    def parse(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not fits(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number{bounds}")
+        return found
+
+    return parse
+
+
+def numbers(
+    fits: Callable[[float], bool], bounds: str = "", example: str = "0.8,0.7"
+) -> Callable[[str], tuple[float, ...]]:
+    """The type of an option that is a list of numbers; see ``number``."""
+
+    def parse(text: str) -> tuple[float, ...]:
+        try:
+            found = tuple(float(part) for part in text.split(","))
+        except ValueError:
+            found = (math.nan,)
+        if not all(map(fits, found)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers{bounds}; write {example}")
+        return found
+
+    return parse
+
+
+positive_number = number(lambda n: 0 < n < math.inf, " above 0")
+share = number(lambda n: 0 <= n <= 1, " from 0 to 1")
+rates = numbers(lambda n: 0 <= n <= 1, " from 0 to 1", "0.86,0.7")
 
 
 def integers(text: str) -> list[int]:
@@ -171,17 +213,6 @@ def biases(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in (part.split(":") for part in text.split(","))}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS,...; write 17:2.5,4:-100") from None
-
-
-def rates(text: str) -> tuple[float, ...]:
-    """Probabilities by position: "0.86,0.7"."""
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        found = (math.nan,)
-    if not all(0 <= rate <= 1 for rate in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 to 1; write 0.86,0.7")
-    return found
 
 
 def acceptance(text: str) -> float | str | tuple[float, ...]:

@@ -10,6 +10,7 @@ from mtp_jax.commands.parser import (
     Parser,
     Subparsers,
     add_model,
+    add_value,
     counts,
     integers,
     mesh_shape,
@@ -50,12 +51,8 @@ def register(subparsers: Subparsers) -> None:
     _add_hardware(parser)
     _add_load(parser)
     shown = parser.add_argument_group("output")
-    shown.add_argument(
-        "--price",
-        type=positive_number,
-        metavar="X",
-        help="dollars per GPU and hour: adds $ per million tokens",
-    )
+    help = "dollars per GPU and hour: adds $ per million tokens"
+    add_value(shown, "--price", None, help, positive_number, "X")
     shown.add_argument("--json", action="store_true", help="print a JSON object")
     shown.add_argument(
         "--output", type=Path, metavar="PNG", help="draw tokens/s of a GPU against those of a user"
@@ -65,27 +62,14 @@ def register(subparsers: Subparsers) -> None:
 
 def _add_hardware(parser: Parser) -> None:
     group = parser.add_argument_group("hardware")
-    group.add_argument("--gpu", default="h200", metavar="NAME", help=f"{', '.join(GPUS)} (default: h200)")
-    group.add_argument("--gpus", type=positive, default=8, metavar="N", help="how many in all (default: 8)")
-    group.add_argument(
-        "--memory-fraction",
-        type=positive_number,
-        default=MEMORY_FRACTION,
-        metavar="F",
-        help=f"share of their memory that is used (default: {MEMORY_FRACTION:g})",
-    )
-    group.add_argument(
-        "--hosts",
-        type=positive,
-        metavar="M",
-        help="NVLink domains that they are spread over (default: as few as hold them)",
-    )
-    group.add_argument(
-        "--mesh",
-        type=mesh_shape,
-        metavar="DATAxMODEL",
-        help="groups with requests of their own, and GPUs of each, which divide heads (default: Nx1)",
-    )
+    add_value(group, "--gpu", "h200", ", ".join(GPUS), str, "NAME")
+    add_value(group, "--gpus", 8, "how many in all", positive, "N")
+    used = "share of their memory that is used"
+    add_value(group, "--memory-fraction", MEMORY_FRACTION, used, positive_number, "F")
+    domains = "NVLink domains that they are spread over (default: as few as hold them)"
+    add_value(group, "--hosts", None, domains, positive, "M")
+    groups = "groups with requests of their own, and GPUs of each, which divide heads (default: Nx1)"
+    add_value(group, "--mesh", None, groups, mesh_shape, "DATAxMODEL")
     group.add_argument(
         "--exchange",
         choices=("auto", "gather", "all-to-all", "per-expert"),
@@ -103,32 +87,13 @@ def _add_hardware(parser: Parser) -> None:
 
 def _add_load(parser: Parser) -> None:
     group = parser.add_argument_group("load")
-    group.add_argument(
-        "--context",
-        type=positive,
-        default=4096,
-        metavar="N",
-        help="cached tokens per request (default: 4096)",
-    )
-    group.add_argument(
-        "--requests",
-        type=counts,
-        metavar="N,...",
-        help="how many at a time, on all GPUs together (default: 1, 4, 16 ... and what fits)",
-    )
-    group.add_argument(
-        "--depths",
-        type=integers,
-        metavar="K,...",
-        help="drafts per step (default: 0,1,3; 0 for a model without NextN layers)",
-    )
-    group.add_argument(
-        "--accept-rates",
-        type=rates,
-        default=_RATES,
-        metavar="P,...",
-        help="how often each position's draft is accepted if those before it are (default: 0.86,0.7,0.55)",
-    )
+    add_value(group, "--context", 4096, "cached tokens per request", positive, "N")
+    many = "how many at a time, on all GPUs together (default: 1, 4, 16 ... and what fits)"
+    add_value(group, "--requests", None, many, counts, "N,...")
+    depths = "drafts per step (default: 0,1,3; 0 for a model without NextN layers)"
+    add_value(group, "--depths", None, depths, integers, "K,...")
+    accepted = "how often each position's draft is accepted if those before it are"
+    add_value(group, "--accept-rates", _RATES, accepted, rates, "P,...")
     group.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="auto: bfloat16 (default: auto)"
     )

@@ -123,11 +123,13 @@ class Result:
             chunk, which has one token. W = 1 without windows.
         logprobs: log-probabilities of the emitted tokens, if the program computes them.
         prompt: log-probabilities of the tokens of a chunk's prompts, if it computes them.
+        margins: margins of the windows' drafts, float32 [B, K], if it hands them on (see ``ranking``).
     """
 
     packed: np.ndarray
     logprobs: TopLogprobs | None = None
     prompt: TopLogprobs | None = None
+    margins: np.ndarray | None = None
 
 
 @runtime_checkable

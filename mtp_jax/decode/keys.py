@@ -105,6 +105,8 @@ class StepKey:
         prompts: number of prompts per data shard.
         prompt_logprobs: number of log-probabilities per token of a prompt, besides its own; None: none.
         window: drafts that the executable's windows have room for; None: ``depth``.
+        kept: drafts per slot that are verified, on average over all slots: the likeliest of all (see
+            ``ranking``); None: every draft.
     """
 
     slots: int
@@ -115,6 +117,7 @@ class StepKey:
     prompts: int = 0
     prompt_logprobs: int | None = None
     window: int | None = None
+    kept: int | None = None
 
     @property
     def room(self) -> int:
@@ -132,8 +135,13 @@ class StepKey:
 
     @property
     def bucket(self) -> "StepKey":
-        """The key that all depths of the same work share; the controller keeps costs by it."""
-        return replace(self, depth=0, window=None)
+        """The key that all ways to do the same work share; the controller keeps costs by it."""
+        return replace(self, depth=0, window=None, kept=None)
+
+    @property
+    def way(self) -> tuple[int, int]:
+        """Drafts made and drafts verified for each slot: the choices that a bucket leaves."""
+        return self.depth, self.depth if self.kept is None else self.kept
 
     @property
     def plain(self) -> "StepKey":
@@ -155,7 +163,8 @@ class StepKey:
             and self.prompts >= need.prompts
             and bool(self.tokens) == bool(need.tokens)
             and _width(self.prompt_logprobs) >= _width(need.prompt_logprobs)
-            and self.room >= need.depth
+            and self.kept == need.kept
+            and (self.room >= need.depth if self.kept is None else self.depth == need.depth)
             and self.pages >= need.pages
             and (greedy or (own.drafting, own.verifier) == (wanted.drafting, wanted.verifier))
             and own.structured >= wanted.structured
@@ -165,7 +174,7 @@ class StepKey:
     @property
     def cost(self) -> tuple[int, ...]:
         """Orders executables that can do the same work."""
-        rows = self.slots * (self.room + 1) + self.prompts * self.tokens
+        rows = self.slots * ((self.room if self.kept is None else self.kept) + 1) + self.prompts * self.tokens
         scores = _width(self.mode.logprobs), _width(self.prompt_logprobs)
         # Between its two programs a structured step waits for the host.
         return (self.mode.structured, rows, self.pages, self.mode.drafting is not None, *scores)
@@ -209,6 +218,7 @@ def name_of(key: Key) -> str:
         return f"pages_p{key.pages}"
     windows = f"_b{key.slots}_k{key.room}" if key.slots else ""
     chunk = f"_t{key.tokens}x{key.prompts}" if key.tokens else ""
+    windows += "" if key.kept is None else f"_v{key.kept}"
     kind = ("_sampled" if key.mode.drafting else "") + ("_structured" if key.mode.structured else "")
     scores = "" if key.mode.logprobs is None else f"_logprobs{key.mode.logprobs}"
     scores += "" if key.prompt_logprobs is None else f"_prompt{key.prompt_logprobs}"

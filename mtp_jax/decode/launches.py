@@ -65,17 +65,21 @@ class Update(Launch[None]):
 class Step(Launch[Result]):
     """Draft and verify, and prefill the chunk, if any, which is padded to the key's sizes.
 
-    A structured step needs masks, so the host waits for its drafts.
+    A structured step needs masks, so the host waits for its drafts. A step with ``key.kept`` needs an
+    estimate (see ``ranking.survival``), float32 [s, K, 2].
     """
 
     writes: ClassVar[bool] = True
 
     key: StepKey
     chunk: Chunk | None = None
+    estimate: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if (self.chunk is None) == bool(self.key.tokens):
             raise ValueError(f"chunk = {self.chunk!r:.80} for {self.key}")
+        if (self.estimate is None) != (self.key.kept is None):
+            raise ValueError(f"estimate = {self.estimate!r:.80} for {self.key}")
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, StepKey, cheapest, name_of
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, Source, StepKey, cheapest, name_of
 from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import DraftAlone, Step
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
 from mtp_jax.model.device import compiler_options
@@ -62,9 +63,13 @@ class Programs:
         params: Params,
         state: State,
         law: Law | None = None,
+        margins: bool = False,
     ) -> None:
-        """``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. law: see ``Step``."""
-        self.model, self.drafter, self.law = model, drafter, law
+        """Compiles nothing yet.
+
+        ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. law, margins: see ``Step``.
+        """
+        self.model, self.drafter, self.law, self.margins = model, drafter, law, margins
         self._params, self._state = params, state
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
@@ -150,10 +155,10 @@ class Programs:
         return covering[need]
 
     def step(
-        self, key: StepKey, params: Params, state: State, chunk: Chunk | None
+        self, key: StepKey, params: Params, state: State, chunk: Chunk | None, estimate: Any = None
     ) -> tuple[State, StepResult]:
-        """Run a compiled step."""
-        return self._compiled[key.program](params, state, chunk, np.int32(key.depth))
+        """Run a compiled step. estimate: float32 [s, K, 2], for a key with ``kept``."""
+        return self._compiled[key.program](params, state, chunk, np.int32(key.depth), estimate)
 
     def draft_phase(self, key: StepKey, params: Params, state: State, allowed: Any) -> tuple[State, Drafts]:
         """Run the first half of a structured step. allowed: uint32 [B, W, ceil(V / 32)]."""
@@ -211,18 +216,23 @@ class Programs:
             return self._compile_pages(key)
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
-        return self._lower(key).compile(compiler_options(self.model.on.micro_batches))
+        return self._lower(key).compile(self._options)
 
     def _lower(self, key: StepKey | DraftKey) -> jax.stages.Lowered:
         if isinstance(key, DraftKey):
             run = _named(DraftAlone(self.model, self.drafter, key), name_of(key))
             return jax.jit(run, out_shardings=self._everywhere).lower(self._params, self._state, _NUMBER)
-        run = _named(Step(self.model, self.drafter, key, self.law), name_of(key))
+        run = _named(self._step_of(key), name_of(key))
         jitted = jax.jit(run, donate_argnums=1, out_shardings=self._out())
-        return jitted.lower(self._params, self._state, self._chunk(key), _NUMBER)
+        estimate = jax.ShapeDtypeStruct((len(Source), key.depth, 2), jnp.float32)
+        given = self._chunk(key), _NUMBER, None if key.kept is None else estimate
+        return jitted.lower(self._params, self._state, *given)
+
+    def _step_of(self, key: StepKey) -> Step:
+        return Step(self.model, self.drafter, key, self.law, self.margins)
 
     def _compile_phases(self, key: StepKey) -> _Phases:
-        step, params, state = Step(self.model, self.drafter, key, self.law), self._params, self._state
+        step, params, state = self._step_of(key), self._params, self._state
         shape = key.slots, key.room + 1, -(-self.model.cfg.vocab_size // 32)
         allowed = jax.ShapeDtypeStruct(shape, jnp.uint32)
         _, drafts = jax.eval_shape(step.draft, params, state, allowed, _NUMBER)
@@ -240,7 +250,7 @@ class Programs:
         first = jax.jit(_named(step.draft, f"draft_{name_of(key)}"), donate_argnums=1, out_shardings=out)
         second = _named(step.verify, f"verify_{name_of(key)}")
         second = jax.jit(second, donate_argnums=1, out_shardings=self._out())
-        options = compiler_options(self.model.on.micro_batches)
+        options = self._options
         return _Phases(
             first.lower(params, state, allowed, _NUMBER).compile(options),
             second.lower(params, state, drafts, allowed, self._chunk(key)).compile(options),
@@ -253,9 +263,15 @@ class Programs:
         write = _named(write_pages, f"write_{name_of(key)}")
         write = jax.jit(write, donate_argnums=0, out_shardings=self._in_place)
         return _Pages(
-            read.lower(self._state, pages).compile(compiler_options()),
-            write.lower(self._state, pages, data).compile(compiler_options()),
+            read.lower(self._state, pages).compile(self._options),
+            write.lower(self._state, pages, data).compile(self._options),
         )
+
+    @property
+    def _options(self) -> JsonObject:
+        """Options of XLA."""
+        on = self.model.on
+        return compiler_options(on.micro_batches, 1 if on.mesh is None else on.mesh.size)
 
     @property
     def _in_place(self) -> Any:
@@ -297,7 +313,7 @@ class Programs:
             static = "drafter", "on"
             flushing = jax.jit(flush, donate_argnums=1, static_argnames=static, out_shardings=self._out())
             lowered = flushing.lower(self._params, state, drafter=self.drafter, on=on)
-            found["flush"] = lowered.compile(compiler_options())
+            found["flush"] = lowered.compile(self._options)
         if state.experts is not None:
             reading = jax.jit(read_experts, donate_argnums=0, out_shardings=self._out())
             found["read_experts"] = reading.lower(state).compile()

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.arrays import TopLogprobs
 from mtp_jax.decode.keys import Finish
@@ -21,11 +21,13 @@ class StepResult(struct.PyTreeNode):
             One array, because one copy is cheaper than several.
         logprobs: log-probabilities of the emitted tokens, if the step computes them.
         prompt: log-probabilities of the tokens of a chunk, if the step computes them.
+        margins: margins of the windows' drafts, if the step hands them on (``Drafts.margins``).
     """
 
     packed: Int[Array, "B C"]
     logprobs: TopLogprobs | None
     prompt: TopLogprobs | None = None
+    margins: Float[Array, "B K"] | None = None
 
 
 def stack(results: list[StepResult]) -> StepResult:
@@ -41,7 +43,7 @@ def stack(results: list[StepResult]) -> StepResult:
         return jnp.concatenate([a, jnp.pad(b, ((0, 0), (0, more), *((0, 0),) * (b.ndim - 2)))])
 
     top = jax.tree.map(below, windows.logprobs, chunk.logprobs)
-    return StepResult(jnp.concatenate([windows.packed, packed]), top, chunk.prompt)
+    return StepResult(jnp.concatenate([windows.packed, packed]), top, chunk.prompt, windows.margins)
 
 
 class Emitted(struct.PyTreeNode):

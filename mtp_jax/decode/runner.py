@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.arrays import Chunk, ExpertLayout, MaskMaker, PageData, Result
+from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import Key, PageKey, StepKey, TreeShape
@@ -24,7 +24,7 @@ from mtp_jax.model.stack import Stack, stacked
 from mtp_jax.model.trunk import Model
 
 
-def _arriving(*arrays: Any) -> None:
+def _arriving(arrays: Any) -> None:
     """Begin to copy arrays to the host, so that a later ``np.asarray`` finds them there."""
     for array in jax.tree.leaves(arrays):
         array.copy_to_host_async()
@@ -47,12 +47,13 @@ class LocalRunner(DeviceRunner):
         shape: StateShape,
         suffix_drafts: bool = False,
         law: Law | None = None,
+        margins: bool = False,
         tree: TreeShape | None = None,
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law: see
-        ``Step``. tree: trees that the drafter grows; None: chains.
+        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law, margins:
+        see ``Step``. tree: trees that the drafter grows; None: chains.
         """
         drafter, on = build(model.cfg, suffix_drafts, tree), model.on
         # The passes of several NextN layers differ, so no loop can compute them; chains and trees do, too.
@@ -62,7 +63,7 @@ class LocalRunner(DeviceRunner):
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(model, drafter, shape, self.layout, groups)
-        self.programs = Programs(model, drafter, shapes(self.params), abstract, law)
+        self.programs = Programs(model, drafter, shapes(self.params), abstract, law, margins)
         self._abstract, self.state = abstract, empty_state(abstract)
         self._shape = shape
 
@@ -107,7 +108,7 @@ class LocalRunner(DeviceRunner):
         """Launch one operation. Raises ConfigError where the cache cannot be allocated."""
         match launch:
             case launches.Step():
-                return self._step(launch.key, launch.chunk, masks)
+                return self._step(launch, masks)
             case launches.Draft(key, slot):
                 tokens, logits = self.programs.draft(key, self.params, self.state, slot)
                 return lambda: (np.asarray(tokens)[slot], np.asarray(logits)[slot])
@@ -115,7 +116,7 @@ class LocalRunner(DeviceRunner):
                 return self._read_pages(shard, pages)
             case launches.ReadExperts():
                 self.state, counts = self.programs.read_experts(self.state)
-                _arriving(*counts)
+                _arriving(counts)
                 return lambda: tuple(map(np.asarray, counts))
             case launches.Admit(slot, row, page):
                 # Without a cached prefix this is the spare page, whose drafter state no program reads.
@@ -139,10 +140,11 @@ class LocalRunner(DeviceRunner):
                 raise TypeError(f"{launch!r:.80} is no launch")
         return lambda: None
 
-    def _step(self, key: StepKey, chunk: Chunk | None, masks: MaskMaker | None) -> Callable[[], Result]:
+    def _step(self, launch: launches.Step, masks: MaskMaker | None) -> Callable[[], Result]:
         """Launch a step; a structured step is two launches, between which the drafts are read."""
+        key, chunk = launch.key, launch.chunk
         if not key.mode.structured:
-            self.state, result = self.programs.step(key, self.params, self.state, chunk)
+            self.state, result = self.programs.step(key, self.params, self.state, chunk, launch.estimate)
         else:
             if masks is None:
                 raise ValueError(f"{key} is structured: it needs masks")
@@ -152,8 +154,8 @@ class LocalRunner(DeviceRunner):
             self.state, result = self.programs.verify_phase(
                 key, self.params, self.state, drafts, allowed, chunk
             )
-        arrays = result.packed, result.logprobs, result.prompt
-        _arriving(*arrays)
+        arrays = result.packed, result.logprobs, result.prompt, result.margins
+        _arriving(arrays)
         return lambda: Result(*jax.tree.map(np.asarray, arrays))
 
     def _launch_flush(self) -> Callable[[], object]:
@@ -167,7 +169,7 @@ class LocalRunner(DeviceRunner):
         for key, some in self._groups(pages):
             arrays = self.programs.read_pages(key, self.state, self._numbers(key, shard, some))
             parts.append((len(some), arrays))
-        _arriving(*(array for _, arrays in parts for array in arrays))
+        _arriving([arrays for _, arrays in parts])
 
         def read() -> PageData:
             found = [[np.asarray(a)[:count] for a in arrays] for count, arrays in parts]
@@ -210,6 +212,12 @@ def layout_of(model: Model, params: Params) -> ExpertLayout | None:
     if mesh is None or not moes or (moes[0].copies is None and on.experts.exchange is None):
         return None
     slots, domains = moes[0].down.shape[0], on.experts.exchange.domains if on.experts.exchange else 1
-    redundant = slots - cfg.n_routed_experts
-    sizes = len(moes), cfg.n_routed_experts, slots, mesh.size, domains, cfg.n_group
-    return ExpertLayout(*sizes, most_copies(redundant, mesh))
+    return ExpertLayout(
+        layers=len(moes),
+        experts=cfg.n_routed_experts,
+        slots=slots,
+        devices=mesh.size,
+        domains=domains,
+        groups=cfg.n_group,
+        width=most_copies(slots - cfg.n_routed_experts, mesh),
+    )

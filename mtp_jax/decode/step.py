@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from mtp_jax.decode import forced, prefill, verify
+from mtp_jax.decode import forced, prefill, ranking, verify
 from mtp_jax.decode.arrays import Chunk, TopLogprobs
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts, Features, features_of, taps_of
@@ -52,7 +52,8 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.params import Params
-from mtp_jax.model.parts import join, split, split_tree
+from mtp_jax.model.parts import Packing, join, split, split_tree
+from mtp_jax.model.sharding import data_size
 from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
 
@@ -128,12 +129,14 @@ class Step:
         key: sizes and modes. Its pages must cover every active slot's length + drafts + 1 rows, and the
             chunk's.
         law: says how many drafts stay, in the verifier's place, for benchmarks; None: the verifier does.
+        margins: whether results have the margins of drafts.
     """
 
     model: Model
     drafter: Drafter
     key: StepKey
     law: Law | None = None
+    margins: bool = False
 
     def __call__(
         self,
@@ -141,13 +144,15 @@ class Step:
         state: State,
         chunk: Chunk | None = None,
         wanted: Int[Array, ""] | int | None = None,
+        estimate: Float[Array, "s K two"] | None = None,
     ) -> tuple[State, StepResult]:
         """Draft, verify, emit 1 to wanted + 1 tokens per slot, and the first token of prompts that end.
 
-        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. Raises ConfigError.
+        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. estimate: see
+        ``ranking.survival``, where ``key.kept`` says how many drafts are verified. Raises ConfigError.
         """
         state, drafts = self.draft(params, state, None, wanted) if self.key.slots else (state, None)
-        return self.verify(params, state, drafts, None, chunk)
+        return self.verify(params, state, drafts, None, chunk, estimate)
 
     def draft(
         self,
@@ -161,7 +166,8 @@ class Step:
         s, own = take_slots(state.slots, key.slots), state.drafter.of(key.slots)
         s = s.replace(page_table=s.page_table[:, : key.pages])
         wanted = depth if wanted is None else wanted
-        rules = DraftRules(depth, wanted, allowed, mode.drafting, coupled=mode.verifier == "coupled")
+        coupled = mode.verifier == "coupled"
+        rules = DraftRules(depth, wanted, allowed, mode.drafting, coupled=coupled, margins=self.margins)
         by = self.drafter if depth else Nothing(self.model.cfg.vocab_size)
         with jax.named_scope("draft"):
             drafts, after = by.propose(params, own, s, rules, self.model.on)
@@ -174,17 +180,21 @@ class Step:
         drafts: Drafts | None,
         allowed: UInt32[Array, "B W words"] | None,
         chunk: Chunk | None = None,
+        estimate: Float[Array, "s K two"] | None = None,
     ) -> tuple[State, StepResult]:
         """The second half. allowed: masks of grammars at each position of the window."""
-        pages, on = self.key.pages, self.model.on
-        windows = None if drafts is None else _windows(state, drafts, pages)
+        pages, on, packing = self.key.pages, self.model.on, None
+        if drafts is not None and self.key.kept is not None:
+            drafts, packing = self._ranked(state, drafts, estimate)
+        windows = None if drafts is None else _windows(state, drafts, pages, packing)
         prompts = None if chunk is None else prefill.part(state, chunk, pages, self.model)
         parts = [p for p in (windows, prompts) if p]
         with jax.named_scope("verify" if windows else "prefill_trunk"):
             tokens, positions = (
-                join([getattr(p, of) for p in parts], on.mesh) for of in ("tokens", "positions")
+                join([p.view.packed(getattr(p, of)) for p in parts], on.mesh)
+                for of in ("tokens", "positions")
             )
-            views, shapes = tuple(p.view for p in parts), [p.tokens.shape for p in parts]
+            views, shapes = tuple(p.view for p in parts), [p.view.shape for p in parts]
             wanted = taps_of(self.drafter, self.model.cfg.num_hidden_layers)
             traced = trunk.run(params, self.model, tokens, positions, state.trunk, views, wanted)
             hidden, taps = split(traced.hidden, shapes, on.mesh), split_tree(traced.taps, shapes, on.mesh)
@@ -196,13 +206,14 @@ class Step:
         if state.experts is not None:
             state = state.replace(experts=counted(state.experts, traced.routing, on.mesh))
         if windows and drafts is not None:
-            s, scores = windows.slots, logits[0] if logits else None
-            verdict, healthy = self._judged(params, s, hidden[0], scores, drafts, allowed)
+            s, view = windows.slots, windows.view
+            scores = view.unpacked(logits[0]) if logits else None
+            verdict, healthy = self._judged(params, windows, hidden[0], scores, drafts, allowed)
             with jax.named_scope("accept"):
                 emitted = emit(verdict, drafts.tokens, s, healthy)
             with jax.named_scope("commit"):
                 defer = windows.tokens.shape[1] == 1 and chunk is None
-                after, observed = _advance(s, emitted), features[0]
+                after, observed = _advance(s, emitted), view.unpacked(features[0])
                 if verdict.path is not None:
                     state, windows = self._moved(state, windows, verdict.path, emitted.count)
                     observed = tuple(along(verdict.path, x) for x in observed)
@@ -210,7 +221,8 @@ class Step:
             accepted, drafted = (jnp.where(s.active, n, 0) for n in (verdict.accepted, num_drafts(s, drafts)))
             packed = pack(emitted, accepted, drafted, drafts.source)
             scores = None if scores is None else along(verdict.path, scores)
-            results.append(StepResult(packed, self._top(scores, emitted)))
+            margins = drafts.margins if self.key.room else None
+            results.append(StepResult(packed, self._top(scores, emitted), margins=margins))
         if prompts and chunk is not None:
             with jax.named_scope("first_token"):
                 after, emitted = prefill.first_tokens(prompts, hidden[-1], logits[-1], chunk)
@@ -228,22 +240,36 @@ class Step:
         whole = trunk.logits(params, join(hidden, on.mesh), on)
         return split(whole, [h.shape[:2] for h in hidden], on.mesh)
 
+    def _ranked(
+        self, state: State, drafts: Drafts, estimate: Float[Array, "s K two"] | None
+    ) -> tuple[Drafts, Packing]:
+        """The drafts that are verified, where that is not all of them."""
+        key, shards = self.key, data_size(self.model.on.mesh)
+        if estimate is None or drafts.parents is not None or self.law is not None:
+            raise ConfigError(f"{key}: it needs an estimate, a drafter that makes chains, and the verifier")
+        with jax.named_scope("rank"):
+            s = take_slots(state.slots, key.slots)
+            return ranking.likeliest(drafts, s, estimate, (key.kept or 0) * key.slots // shards, shards)
+
     def _judged(
         self,
         params: Params,
-        s: Slots,
-        hidden: Float[Array, "B W D"],
+        part: StepPart,
+        hidden: Float[Array, "_B _W D"],
         logits: Float[Array, "B W V"] | None,
         drafts: Drafts,
         allowed: UInt32[Array, "B W words"] | None,
     ) -> tuple[Verdict, Bool[Array, "B W"]]:
-        """The verdict, and whether logits are finite. logits: None where the likeliest tokens are enough."""
-        count = num_drafts(s, drafts)
+        """The verdict, and whether logits are finite.
+
+        hidden: hidden states of the pass's rows. logits: None where the likeliest tokens are enough.
+        """
+        s, count = part.slots, num_drafts(part.slots, drafts)
         if self.law is not None and drafts.parents is not None:
             raise ConfigError("synthetic acceptance keeps drafts of chains; this drafter makes trees")
         if logits is None:
             with jax.named_scope("verify"):  # the head belongs to the trunk's pass
-                ids, healthy = best_tokens(hidden, params.table, self.model.on)
+                ids, healthy = part.view.unpacked(best_tokens(hidden, params.table, self.model.on))
             with jax.named_scope("accept"):
                 verdict = verify.greedy(ids, drafts.tokens, count, drafts.parents)
                 if self.law is not None:
@@ -317,7 +343,7 @@ class DraftAlone:
         return drafts.tokens, drafts.logits
 
 
-def _windows(state: State, drafts: Drafts, pages: int) -> StepPart:
+def _windows(state: State, drafts: Drafts, pages: int, packing: Packing | None = None) -> StepPart:
     """Every slot's newest token and drafts. Drafts past its own depth are padding, as are idle slots."""
     which = len(drafts.tokens)
     s = take_slots(state.slots, which)
@@ -326,7 +352,7 @@ def _windows(state: State, drafts: Drafts, pages: int) -> StepPart:
     count = jnp.where(s.active, num_drafts(s, drafts) + 1, 0)
     written = jnp.where(index < count[:, None], s.length[:, None] + index, -1)
     visible = replace(chain(s.length, count), ancestors=drafts.lineage)
-    view = PagedView(s.page_table[:, :pages], written, visible)
+    view = PagedView(s.page_table[:, :pages], written, visible, packing=packing)
     return StepPart(which, s, tokens, s.length[:, None] + drafts.steps, view)
 
 

@@ -90,8 +90,17 @@ class Buckets:
         alike = [[*w[:1], *(r for r in w[1:] if self._next_chunk(r) == tokens)] for w in waiting]
         return Prompts(tokens, alike).first(self._together(tokens))
 
-    def step(self, running: Sequence[Request], depth: int, prompts: Prompts | None = None) -> StepKey:
-        """The smallest key for a step of ``depth`` drafts over these requests and prompts."""
+    def step(
+        self,
+        running: Sequence[Request],
+        depth: int,
+        prompts: Prompts | None = None,
+        kept: int | None = None,
+    ) -> StepKey:
+        """The smallest key for a step of ``depth`` drafts over these requests and prompts.
+
+        kept: drafts per slot that it verifies, if it does not verify all.
+        """
         config, mode, pages = self._config, self.mode(running), 0
         slots = max((r.residence.slot + 1 for r in running), default=0)
         rows, tokens, together, scores = {(r.progress.rows_bound, r.capacity) for r in running}, 0, 0, None
@@ -104,7 +113,17 @@ class Buckets:
             mode = replace(mode, logprobs=widest)
             tokens, together = prompts.tokens, max(map(len, prompts.requests))
         windows = (config.pages_for_step(bound, depth, most) for bound, most in rows)
-        return StepKey(slots, depth, max([pages, *windows]), mode, tokens, together, scores)
+        return StepKey(slots, depth, max([pages, *windows]), mode, tokens, together, scores, kept=kept)
+
+    def ranked(self, depth: int) -> Sequence[int]:
+        """Drafts per slot that ranked steps of ``depth`` drafts verify: the depths between none and all."""
+        deepest = depth == self._config.num_speculative_tokens and self._config.adaptive_verification
+        return adaptive_depths(depth)[1:-1] if deepest else ()
+
+    def _ranked_keys(self, key: StepKey) -> list[StepKey]:
+        """The ranked steps beside a step of the most drafts; a step of one slot has nothing to choose."""
+        alone = key.slots == 1 or key.mode.structured
+        return [] if alone else [replace(key, kept=kept) for kept in self.ranked(key.depth)]
 
     def slots(self, count: int) -> int:
         """Slots of the smallest step that reaches ``count`` slots."""
@@ -171,6 +190,7 @@ class Buckets:
             for m in modes
             for b in sizes
         ]
+        ranked = [k for key in keys if not fixed for k in self._ranked_keys(key)]
         # One request has nothing to run beside its prompt, and no structured step takes a prompt then.
         besides = []
         if len(requests) > 1:
@@ -180,7 +200,7 @@ class Buckets:
         shapes = self._shapes_for(requests)
         scores = _width(r.params.prompt_logprobs for r in requests)
         keys += [replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k in besides for t, n in shapes]
-        return list(dict.fromkeys([*self._page_keys, *keys]))
+        return list(dict.fromkeys([*self._page_keys, *keys, *ranked]))
 
     def _shapes_for(self, requests: list[Request]) -> list[tuple[int, int]]:
         """Tokens and prompts per shard of the chunks that these requests' prompts come in."""
@@ -236,6 +256,7 @@ class Buckets:
             rest += [StepKey(0, 0, p, SamplingMode(), size, 1) for size in alone]
             for b in slots if narrow else dict.fromkeys((slots[0], slots[-1])):
                 rest += [StepKey(b, d, p, sampled) for d in reversed(depths)]
+                rest += self._ranked_keys(StepKey(b, deepest, p, sampled))
             ends = dict.fromkeys((depths[-1], depths[0]))
             for size in (sizes[1:] or sizes) if narrow else sizes[-1:]:
                 for n, d in product(dict.fromkeys((1, self._together(size))), ends):
@@ -264,7 +285,8 @@ class Buckets:
         beside = replace(plain, tokens=sizes[-1], prompts=1)
         undrafted = [replace(plain, depth=0)] if config.adaptive_depth else []
         first = [prompts, replace(plain, mode=scored)]
-        rest = dict.fromkeys([replace(plain, slots=one), short, beside, plain, *undrafted])
+        alone = [replace(plain, slots=one), short, beside, plain]
+        rest = dict.fromkeys([*alone, *undrafted, *self._ranked_keys(plain)])
         return [*self._page_keys, *first], list(rest)
 
 

@@ -87,6 +87,11 @@ class EngineOptions:
         "choose the depth of each step by measured speed; num_speculative_tokens is the most",
         off=("--fixed-depth", "always draft K tokens (default: adaptive, the fastest measured depth)"),
     )
+    adaptive_verification: bool = option(
+        False,
+        "with adaptive depth: a step may verify, of all rows' drafts, the drafts that are likeliest to be "
+        "accepted, as the margins of their logits tell; this takes further programs",
+    )
     drafting: Drafting = option(
         "sampled",
         "how drafts are chosen when sampling: drawn from the draft distribution or its argmax, both lossless",
@@ -221,11 +226,12 @@ class EngineOptions:
                 f"verifier = {self.verifier!r} verifies chains, and tree = {self.tree!r} is given; use "
                 "'coupled', or leave one of them out"
             )
-        if self.law is not None:
-            raise ConfigError(
-                f"tree = {self.tree!r}, but synthetic_acceptance keeps drafts of chains; leave one of them "
-                "out"
-            )
+        for name, given in (
+            ("synthetic_acceptance", self.law is not None),
+            ("adaptive_verification", self.adaptive_verification),
+        ):
+            if given:
+                raise ConfigError(f"tree = {self.tree!r}, but {name} is for chains; leave one of them out")
 
     @property
     def law(self) -> Law | None:
@@ -258,11 +264,33 @@ class EngineConfig(EngineOptions):
     )
     seed: int = narrowed(EngineOptions, "seed", 0, unset="")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adaptive_verification:
+            self._check_ranked()
+
+    def _check_ranked(self) -> None:
+        """Raise ConfigError where a step never has drafts to choose among."""
+        drafts, slots = self.num_speculative_tokens, self.max_num_seqs
+        lacking = {
+            "adaptive_depth = True, as --fixed-depth verifies all drafts": not self.adaptive_depth,
+            f"num_speculative_tokens of 2 or more, got {drafts}": drafts < 2,
+            f"max_num_seqs of 2 or more, got {slots}": slots < 2,
+            "no synthetic_acceptance, which is for drafts of one depth": self.synthetic_acceptance
+            is not None,
+        }
+        if wrong := [need for need, found in lacking.items() if found]:
+            raise ConfigError(f"adaptive_verification needs {wrong[0]}; change that, or leave it out")
+
     def without_drafts(self) -> "EngineConfig":
         """The same options for an engine that never drafts."""
-        return replace(
-            self, num_speculative_tokens=0, suffix_drafts=False, synthetic_acceptance=None, tree=None
-        )
+        off = {
+            "suffix_drafts": False,
+            "adaptive_verification": False,
+            "synthetic_acceptance": None,
+            "tree": None,
+        }
+        return replace(self, num_speculative_tokens=0, **off)
 
     @property
     def columns(self) -> int:

@@ -13,7 +13,10 @@ from math import exp, log
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from mtp_jax.decode.keys import TreeShape
+from mtp_jax.engine.survival import Offered, Survival
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,20 @@ class DepthPolicy:
     weight: float = 4
 
 
+Way = tuple[int, int]
+"""Drafts that a step makes for each row, and drafts that it verifies: of each row where both are equal, else
+on average over its slots."""
+
+PLAIN: Way = (0, 0)
+
+
 class _Key(Protocol):
-    """A step's program and its depth; ``bucket`` is the same for all depths of the same work."""
+    """A step's program; ``bucket`` is the same for all ways to do the same work."""
 
     @property
-    def depth(self) -> int: ...
+    def slots(self) -> int: ...
+    @property
+    def way(self) -> Way: ...
     @property
     def bucket(self) -> object: ...
 
@@ -64,65 +76,111 @@ def adaptive_depths(most: int, steps: int | None = None) -> tuple[int, ...]:
 
 
 class Yield:
-    """Tokens that a step emits, by depth."""
+    """Tokens that a step emits, by its way."""
 
     def __init__(self, most: int, policy: DepthPolicy, steps: int | None = None) -> None:
-        self._policy = policy
+        self._policy, self._fade = policy, 1 - 1 / policy.memory
         # Indexed by position: drafts verified, and drafts accepted, where all earlier drafts were accepted.
         chain = most if steps is None else steps
-        self._tried, self._held = [0.0] * chain, [0.0] * chain
-        # Trees: how many there were, and their accepted drafts; before there were any they count as chains.
-        self._trees, self._kept, self._more = 0.0, 0.0, most - chain
-        # Indexed by depth: tokens accepted, and emitted. Fewer are emitted, because rows end within a step,
+        self._tried, self._held = np.zeros(chain), np.zeros(chain)
+        # Trees: their number, and their accepted drafts; before there are any they count as chains.
+        self._trees, self._walked, self._more = 0.0, 0.0, most - chain
+        # Indexed by way: tokens accepted, and emitted. Fewer are emitted, because rows end within a step,
         # and because a step may be on its way when the one before it turns out to be the last.
-        self._due, self._emitted = [policy.weight] * (most + 1), [policy.weight] * (most + 1)
+        self._due, self._emitted = (defaultdict[Way, float](lambda: policy.weight) for _ in range(2))
+        # Drafts that the ranked steps promised to accept, and drafts that they accepted.
+        self._promised = self._kept = policy.weight
+        self.survival = Survival(most, policy.memory, policy.prior, policy.weight)
+        self._curve: _Curve | None = None
         self._tokens = self._expected()
 
-    def add(self, depth: int, depths: Sequence[int], rows: Sequence[Row]) -> None:
+    def add(
+        self, way: Way, depths: Sequence[int], rows: Sequence[Row], offered: Offered | None = None
+    ) -> None:
         """Add the rows of a step. Older drafts count less with every step, and fade to the prior."""
-        fade = 1 - 1 / self._policy.memory
-        for i in range(len(self._tried)):
-            self._tried[i] *= fade
-            self._held[i] *= fade
-        self._trees *= fade
-        self._kept *= fade
-        self._due[depth] *= fade
-        self._emitted[depth] *= fade
+        depth, verified = way
+        self._tried *= self._fade
+        self._held *= self._fade
+        self._trees *= self._fade
+        self._walked *= self._fade
+        self._due[way] *= self._fade
+        self._emitted[way] *= self._fade
         for (most, (drafted, accepted, emitted)), n in Counter(zip(depths, rows, strict=True)).items():
             if drafted > len(self._tried):
                 self._trees += n
-                self._kept += n * accepted
-            for i in range(min(accepted + 1, drafted) if drafted <= len(self._tried) else 0):
-                self._tried[i] += n
-                self._held[i] += n * (i < accepted)
+                self._walked += n * accepted
+            elif depth == verified:
+                self._tried[: min(accepted + 1, drafted)] += n
+                self._held[:accepted] += n
             # A row that had ended emits no token; its expected number stands in.
-            self._due[depth] += n * (accepted + 1 if emitted else self._tokens[min(depth, most)])
-            self._emitted[depth] += n * emitted
+            self._due[way] += n * (accepted + 1 if emitted else self._tokens[min(verified, most)])
+            self._emitted[way] += n * emitted
+        if offered is not None and len(offered.source):
+            self._rank(way, offered)
         self._tokens = self._expected()
+
+    def _rank(self, way: Way, offered: Offered) -> None:
+        """Learn from margins. A ranked step's drafts count by their chances, verified or not."""
+        chance = self.survival.of(offered)
+        if way[0] != way[1]:
+            reached = np.concatenate([np.ones((len(chance), 1)), chance[:, :-1]], axis=1)
+            self._tried += reached.sum(axis=0)
+            self._held += chance.sum(axis=0)
+            verified = np.arange(chance.shape[1]) < offered.verified[:, None]
+            self._promised = self._promised * self._fade + chance[verified].sum()
+            self._kept = self._kept * self._fade + offered.accepted.sum()
+        self.survival.add(offered)
+        if chance.shape[1] == len(self._tried):
+            self._curve = self._curve or _Curve(len(self._tried), 1 - self._fade)
+            self._curve.add(chance)
 
     def _expected(self) -> list[float]:
         """Expected tokens of a row that goes on, at depth 0, 1, 2, ..."""
-        p, expected, reach = self._policy, [1.0], 1.0
-        for tried, held in zip(self._tried, self._held, strict=True):
-            reach *= (held + p.weight * p.prior) / (tried + p.weight)
-            expected.append(expected[-1] + reach)
-        if self._more:
-            kept = self._kept + p.weight * (expected[-1] - 1)
-            expected += [1 + kept / (self._trees + p.weight)] * self._more
-        return expected
+        p = self._policy
+        reach = np.cumprod((self._held + p.weight * p.prior) / (self._tried + p.weight))
+        chains = [1.0, *(1 + np.cumsum(reach)).tolist()]
+        walked = self._walked + p.weight * (chains[-1] - 1)
+        return chains + [1 + walked / (self._trees + p.weight)] * self._more
 
-    def tokens(self, depth: int, asked: Mapping[int, int]) -> float:
+    def tokens(self, key: _Key, asked: Mapping[int, int]) -> float:
         """Expected tokens of a step. asked: numbers of rows, by most drafts to verify."""
-        due = sum(n * self._tokens[min(depth, most)] for most, n in asked.items())
-        return due * min(self._emitted[depth] / self._due[depth], 1)
+        way = depth, verified = key.way
+        due = sum(n * self._tokens[min(verified, most)] for most, n in asked.items())
+        if depth != verified and self._curve:
+            rows = sum(asked.values())
+            accepted = self._curve.at(verified * key.slots / rows) * self._kept / self._promised
+            due = max(due, rows * (1 + accepted))
+        return due * min(self._emitted[way] / self._due[way], 1)
+
+
+class _Curve:
+    """Drafts accepted per row, by drafts verified per row where these are the likeliest of all rows."""
+
+    POINTS = 8  # for each draft; between them the curve is taken to be straight
+
+    def __init__(self, most: int, newest: float) -> None:
+        """newest: weight of a step beside all earlier steps."""
+        self._at, self._newest, self._steps = np.linspace(0, most, most * self.POINTS + 1), newest, 0
+        self._accepted = np.zeros_like(self._at)
+
+    def add(self, chance: np.ndarray) -> None:
+        """Add a step, with the chance [n, K] of each draft to survive."""
+        rows, self._steps = len(chance), self._steps + 1
+        best = np.cumsum(np.sort(chance, axis=None)[::-1])
+        found = np.interp(self._at, np.arange(chance.size + 1) / rows, np.append(0, best) / rows)
+        self._accepted += (found - self._accepted) * max(self._newest, 1 / self._steps)
+
+    def at(self, verified: float) -> float:
+        """Drafts accepted per row."""
+        return float(np.interp(verified, self._at, self._accepted))
 
 
 class Costs:
-    """Seconds of one bucket's steps, by depth, relative to the machine's pace.
+    """Seconds of one bucket's steps, by way, relative to the machine's pace.
 
     The pace is the time of the incumbent's newest steps, relative to its cost. A slow spell of the machine
     moves the pace alone. The first steps of a new incumbent are read against the pace of the one before, and
-    renew its cost: where two depths take turns as the incumbent, neither depth is ever probed.
+    renew its cost: where two ways take turns as the incumbent, neither is ever probed.
     """
 
     def __init__(self, policy: DepthPolicy) -> None:
@@ -130,55 +188,55 @@ class Costs:
             return deque(maxlen=policy.kept)
 
         self._policy = policy
-        self._seen: defaultdict[int, deque[float]] = defaultdict(window)
-        self._cost: dict[int, float] = {}  # median logarithms
+        self._seen: defaultdict[Way, deque[float]] = defaultdict(window)
+        self._cost: dict[Way, float] = {}  # median logarithms
         self._paces, self._pace = window(), 0.0
-        self._waited: dict[int, float] = {}
-        # The count of steps, and its value when each depth was last measured with settled caches.
-        self._steps, self._settled = 0, dict[int, int]()
+        self._waited: dict[Way, float] = {}
+        # The count of steps, and its value when each way was last measured with settled caches.
+        self._steps, self._settled = 0, dict[Way, int]()
         # The incumbent, which sets the pace, and the number of its next steps that renew its cost.
-        self._pacer: int | None = None
+        self._pacer: Way | None = None
         self._renewals = 0
-        self.incumbent: int | None = None
+        self.incumbent: Way | None = None
 
-    def known(self, depth: int) -> bool:
-        """Whether the depth was ever measured."""
-        return depth in self._cost
+    def known(self, way: Way) -> bool:
+        """Whether the way was ever measured."""
+        return way in self._cost
 
-    def fresh(self, depth: int) -> bool:
+    def fresh(self, way: Way) -> bool:
         """Whether it has been measured with settled caches, while serving or in warm-up, and not long ago.
 
         "Not long ago" means within kept * memory steps.
         """
-        since = self._steps - self._settled.get(depth, -math.inf)
+        since = self._steps - self._settled.get(way, -math.inf)
         return since < self._policy.kept * self._policy.memory
 
-    def seconds(self, depth: int) -> float:
+    def seconds(self, way: Way) -> float:
         """Seconds of a step at the present pace."""
-        return exp(self._cost[depth] + self._pace)
+        return exp(self._cost[way] + self._pace)
 
-    def waited(self, depth: int) -> float:
-        """Seconds of this bucket's steps since this depth ran."""
-        return self._waited.get(depth, 0.0)
+    def waited(self, way: Way) -> float:
+        """Seconds of this bucket's steps since this way ran."""
+        return self._waited.get(way, 0.0)
 
-    def add(self, depth: int, seconds: float, settled: bool) -> None:
-        """Add a step's time. settled: whether steps of the same depth ran right before it."""
-        for d in self._waited:
-            self._waited[d] += seconds
-        self._waited[depth] = 0.0
-        if not self.known(depth):
-            self._learn(depth, log(seconds) - self._pace)
-        elif settled and depth == self.incumbent and not self._renews(depth):
-            self._paces.append(log(seconds) - self._cost[depth])
+    def add(self, way: Way, seconds: float, settled: bool) -> None:
+        """Add a step's time. settled: whether steps of the same way ran right before it."""
+        for other in self._waited:
+            self._waited[other] += seconds
+        self._waited[way] = 0.0
+        if not self.known(way):
+            self._learn(way, log(seconds) - self._pace)
+        elif settled and way == self.incumbent and not self._renews(way):
+            self._paces.append(log(seconds) - self._cost[way])
             self._pace = median(self._paces)
         elif settled:
-            self._learn(depth, log(seconds) - self._pace)
+            self._learn(way, log(seconds) - self._pace)
         self._steps += 1
         if settled:
-            self._settled[depth] = self._steps
+            self._settled[way] = self._steps
 
-    def _renews(self, incumbent: int) -> bool:
-        """Whether a settled step is one of the first since its depth became the incumbent.
+    def _renews(self, incumbent: Way) -> bool:
+        """Whether a settled step is one of the first since its way became the incumbent.
 
         The first steps are as many as a probe measures: their median over several turns is right, even if the
         pace changes.
@@ -189,9 +247,9 @@ class Costs:
         self._renewals -= 1
         return self._renewals >= 0
 
-    def _learn(self, depth: int, level: float) -> None:
-        self._seen[depth].append(level)
-        self._cost[depth] = median(self._seen[depth])
+    def _learn(self, way: Way, level: float) -> None:
+        self._seen[way].append(level)
+        self._cost[way] = median(self._seen[way])
 
 
 class DepthController:
@@ -203,15 +261,15 @@ class DepthController:
         self.steps = trees and trees.steps
         self._yield = Yield(most, policy, self.steps)
         self._costs: defaultdict[Any, Costs] = defaultdict(lambda: Costs(policy))
-        # The current probe: its depth, and the number of its steps that are left.
-        self._probe, self._left = 0, 0
-        # The depth of the last step that was read, and the number of such steps read in a row.
-        self._depth, self._row = 0, 0
+        # The current probe: its way, and the number of its steps that are left.
+        self._probe, self._left = PLAIN, 0
+        # The way of the last step that was read, and the number of such steps read in a row.
+        self._way, self._row = PLAIN, 0
         # Recent seconds: all; those of steps with a cost at depth 0; the same tokens' seconds at depth 0.
         self._took = self._covered = self._plain = 0.0
 
     def forget(self) -> None:
-        """Forget all costs: the next steps measure every depth anew."""
+        """Forget all costs: the next steps measure every way anew."""
         self._costs.clear()
         self._took = self._covered = self._plain = 0.0
 
@@ -219,30 +277,44 @@ class DepthController:
         """The costs of the key's bucket."""
         return self._costs[key.bucket]
 
-    def learn(self, key: _Key, seconds: float, depths: Sequence[int], rows: Sequence[Row]) -> None:
+    @property
+    def estimate(self) -> np.ndarray:
+        """The estimate by which the device ranks drafts (``ranking.survival``)."""
+        return self._yield.survival.estimate
+
+    def learn(
+        self,
+        key: _Key,
+        seconds: float,
+        depths: Sequence[int],
+        rows: Sequence[Row],
+        offered: Offered | None = None,
+    ) -> None:
         """Learn from a step that was read, or from a warm-up step over empty slots, which has no rows.
 
         seconds: without the writing of NextN entries that earlier steps deferred, but with the step's share
-        of writing its own deferred entries. depths: the most drafts each row verifies.
+        of writing its own deferred entries. depths: the most drafts each row verifies. offered: the drafts of
+        rows that went on, if the step hands margins on.
         """
-        self._row = self._row + 1 if key.depth == self._depth else 1
-        self._depth = key.depth
+        way = key.way
+        self._row = self._row + 1 if way == self._way else 1
+        self._way = way
         costs = self.costs(key)
         if seconds > 0:  # the clock may be too coarse for a tiny step
-            costs.add(key.depth, seconds, self._row > self.policy.block // 2)
-        self._yield.add(key.depth, depths, rows)
+            costs.add(way, seconds, self._row > self.policy.block // 2)
+        self._yield.add(way, depths, rows, offered)
         if any(depths) and (emitted := sum(row[2] for row in rows)):
-            self._compare(costs, key.depth, seconds, emitted / len(rows))
+            self._compare(costs, way, seconds, emitted / len(rows))
 
-    def _compare(self, costs: Costs, depth: int, seconds: float, tokens: float) -> None:
+    def _compare(self, costs: Costs, way: Way, seconds: float, tokens: float) -> None:
         fade = 1 - 1 / self.policy.memory
         self._took = self._took * fade + seconds
         self._covered *= fade
         self._plain *= fade
-        if costs.fresh(0) and costs.known(depth):
+        if costs.fresh(PLAIN) and costs.known(way):
             self._covered += seconds
             # A step at depth 0 counts with its own seconds; its cost is at most a deeper step's.
-            gain = tokens * min(costs.seconds(0) / costs.seconds(depth), 1) if depth else 1
+            gain = 1 if way == PLAIN else tokens * min(costs.seconds(PLAIN) / costs.seconds(way), 1)
             self._plain += seconds * gain
 
     @property
@@ -258,8 +330,8 @@ class DepthController:
     def rate(self, keys: Sequence[_Key], depths: Sequence[int]) -> float | None:
         """Tokens per second of the best of these keys; None while none is known."""
         asked = Counter(depths)
-        known = [(k.depth, costs) for k in keys if (costs := self.costs(k)).known(k.depth)]
-        return max((self._yield.tokens(d, asked) / costs.seconds(d) for d, costs in known), default=None)
+        known = [(k, costs) for k in keys if (costs := self.costs(k)).known(k.way)]
+        return max((self._yield.tokens(k, asked) / costs.seconds(k.way) for k, costs in known), default=None)
 
     def choose(self, keys: Sequence[K], depths: Sequence[int], price: float | None = None) -> K:
         """The best of these keys, or a key to be measured.
@@ -268,34 +340,36 @@ class DepthController:
         rate. A step with prompt tokens needs a price, the ``rate`` of steps without them: prompt tokens take
         time at any depth, so tokens per second would favour deep steps.
         """
-        by_depth, p = {k.depth: k for k in keys}, self.policy
-        costs = {d: self.costs(k) for d, k in by_depth.items()}
-        if len(by_depth) == 1:
-            costs[keys[0].depth].incumbent = keys[0].depth
+        by_way, p = {k.way: k for k in keys}, self.policy
+        costs = {way: self.costs(k) for way, k in by_way.items()}
+        if len(by_way) == 1:
+            costs[keys[0].way].incumbent = keys[0].way
             return keys[0]
-        if self._left and self._probe in by_depth:
+        if self._left and self._probe in by_way:
             self._left -= 1
-            return by_depth[self._probe]
+            return by_way[self._probe]
         self._left = 0
-        if unknown := [d for d in by_depth if not costs[d].known(d)]:
-            return by_depth[self._begin(max(unknown))]
+        if unknown := [way for way in by_way if not costs[way].known(way)]:
+            return by_way[self._begin(max(unknown))]
         asked = Counter(depths)
-        seconds = {d: costs[d].seconds(d) for d in by_depth}
-        tokens = {d: self._yield.tokens(d, asked) for d in by_depth}
-        price = price or max(tokens[d] / seconds[d] for d in by_depth)
-        loss = {d: seconds[d] - tokens[d] / price for d in by_depth}
+        seconds = {way: costs[way].seconds(way) for way in by_way}
+        tokens = {way: self._yield.tokens(k, asked) for way, k in by_way.items()}
+        price = price or max(tokens[way] / seconds[way] for way in by_way)
+        loss = {way: seconds[way] - tokens[way] / price for way in by_way}
         best = min(loss, key=loss.__getitem__)
         # A deeper step may need more pages, and so be of another bucket, which has an incumbent of its own.
-        before = min((d for d in by_depth if costs[d].incumbent == d), key=loss.__getitem__, default=best)
+        before = min((w for w in by_way if costs[w].incumbent == w), key=loss.__getitem__, default=best)
         if loss[before] - loss[best] < p.margin * seconds[before]:
             best = before
         costs[best].incumbent = best
-        for d in by_depth:
-            lost = p.block * max(loss[d] - loss[best], p.margin * seconds[d])
-            if d != best and costs[d].waited(d) * p.budget >= lost:
-                return by_depth[self._begin(d)]
-        return by_depth[best]
+        # More ways have no more to lose together than the depths would have.
+        budget = p.budget * sum(made == verified for made, verified in by_way) / len(by_way)
+        for way in by_way:
+            lost = p.block * max(loss[way] - loss[best], p.margin * seconds[way])
+            if way != best and costs[way].waited(way) * budget >= lost:
+                return by_way[self._begin(way)]
+        return by_way[best]
 
-    def _begin(self, depth: int) -> int:
-        self._probe, self._left = depth, self.policy.block - 1
-        return depth
+    def _begin(self, way: Way) -> Way:
+        self._probe, self._left = way, self.policy.block - 1
+        return way

@@ -41,6 +41,7 @@ from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
+from mtp_jax.engine.survival import Offered
 from mtp_jax.engine.timings import Timings
 from mtp_jax.engine.turns import AdmitWaiting, LaunchStep, ReadOldest, Turns
 from mtp_jax.engine.validate import InputProcessor
@@ -177,7 +178,8 @@ class Engine:
 
     def _depths(self, key: StepKey) -> Sequence[int]:
         """The depths at which this executable will run."""
-        return adaptive_depths(key.depth)[1:] if key.depth and self.runner.any_depth else [key.depth]
+        many = key.depth and key.kept is None and self.runner.any_depth
+        return adaptive_depths(key.depth)[1:] if many else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
         """Keys for serving: programs that serve any request, and cheaper programs for smaller work."""
@@ -318,7 +320,8 @@ class Engine:
 
     def _run(self, key: StepKey, chunk: Chunk | None, running: Sequence[Request]) -> Pending[Result]:
         masks = self._masks(key, running) if key.mode.structured else None
-        return self.runner.do(launches.Step(key, chunk), masks)
+        estimate = None if key.kept is None else self.depth.estimate
+        return self.runner.do(launches.Step(key, chunk, estimate), masks)
 
     def _masks(self, key: StepKey, running: Sequence[Request]) -> MaskMaker:
         rows, shape = [(r.residence.slot, r) for r in running], (key.slots, key.room + 1)
@@ -341,7 +344,7 @@ class Engine:
     def _collect(self, launch: Launched) -> list[Request]:
         result, seconds = self._arrive(launch.pending)
         packed, top, prompt = result.packed, result.logprobs, result.prompt
-        self._measure(launch, seconds, packed)
+        self._measure(launch, seconds, result)
         advanced = []
         for row, request in launch.everyone:
             own = request.progress
@@ -397,13 +400,14 @@ class Engine:
         """Seconds that a step adds to a later flush."""
         return 0.0 if key.room or key.tokens else self.timings.deferring
 
-    def _measure(self, launch: Launched, seconds: float, packed: np.ndarray) -> None:
+    def _measure(self, launch: Launched, seconds: float, result: Result) -> None:
         """Count a launch that has just been read."""
         c, key = self.counters, launch.key
         if not launch.rows:
             c.prefill_seconds += seconds
             return
-        extra = packed[[row for row, _ in launch.rows], launch.columns :]
+        slots = [row for row, _ in launch.rows]
+        extra = result.packed[slots, launch.columns :]
         drafted, accepted = extra[:, DRAFTED].tolist(), extra[:, ACCEPTED].tolist()
         for d, a, source in zip(drafted, accepted, extra[:, SOURCE].tolist(), strict=True):
             c.verified(d, a, Source(source))
@@ -413,4 +417,8 @@ class Engine:
         # A row without a draft counts as if its drafts were refused: deeper steps gain nothing for it.
         offered = [min(d, key.depth) if n else 0 for d, n in zip(depths, counts, strict=True)]
         rows = list(zip(offered, accepted, counts, strict=True))
-        self.depth.learn(key, seconds, depths, rows)
+        offered, live = None, extra[:, COUNT] > 0
+        if result.margins is not None and key.depth and key.slots:
+            margins, verified = result.margins[slots, : key.depth][live], extra[live]
+            offered = Offered(verified[:, SOURCE], margins, verified[:, DRAFTED], verified[:, ACCEPTED])
+        self.depth.learn(key, seconds, depths, rows, offered)

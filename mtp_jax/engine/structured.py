@@ -17,7 +17,7 @@ def allowed(
     drafts: np.ndarray | None = None,
     parents: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Packed masks uint32 [rows, width, ceil(V / 32)]; all ones for requests without constraints.
+    """Packed masks uint32 [rows, width, ceil(V / 32)]; all bits are set for requests without constraints.
 
     requests: requests and their rows. shape: (rows, width). drafts: [rows, width - 1], which the masks
     follow. Before there are any, the masks follow the tokens that a grammar leaves no choice about; outputs

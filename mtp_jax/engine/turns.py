@@ -81,7 +81,8 @@ class Turns:
             running, prompts = self._work()
             if not running and not prompts:
                 return None
-            key = self._cover(running, prompts, key.depth if running else 0)
+            same = self._ranked(running, key.depth, key.kept) if running and key.kept is not None else None
+            key = same or self._cover(running, prompts, key.depth if running else 0)
         return LaunchStep(key, running, prompts)
 
     def _work(self) -> tuple[list[Request], Prompts | None]:
@@ -116,6 +117,9 @@ class Turns:
             deepest = max(r.depth for r in running)
         depths = [d for d in adaptive_depths(deepest, steps) if d >= fixed]
         keys = [self._cover(running, prompts, d) for d in depths]
+        if not fixed and not prompts:  # a request with a depth of its own keeps it
+            some = (self._ranked(running, deepest, kept) for kept in self._buckets.ranked(deepest))
+            keys += [key for key in some if key]
         rows, price = [r.depth for r in running], None
         if prompts:
             # The chunk takes time at any depth; steps without a chunk give the worth of a second.
@@ -125,3 +129,7 @@ class Turns:
     def _cover(self, running: list[Request], prompts: Prompts | None, depth: int) -> StepKey:
         """The cheapest compiled key for this step."""
         return self._runner.cover(self._buckets.step(running, depth, prompts))
+
+    def _ranked(self, running: list[Request], depth: int, kept: int) -> StepKey | None:
+        """The cheapest compiled key for a step that verifies ``kept`` drafts per slot, if there is one."""
+        return self._runner.find(self._buckets.step(running, depth, kept=kept))

@@ -40,7 +40,7 @@ class Ending:
         if self._begun:
             threading.Event().wait()
 
-    def __call__(self, reason: str, status: int = STATUS) -> None:
+    def __call__(self, reason: str) -> None:
         """End the process; a second caller waits for the end."""
         with self._lock:
             first, self._begun = not self._begun, True
@@ -55,7 +55,7 @@ class Ending:
             time.sleep(_LAST_ANSWERS_SECONDS)
         with suppress(Exception):
             sys.stdout.flush()
-        self._end(status)
+        self._end(STATUS)
 
     def on_error(self, doing: str) -> "_OnError":
         """A context that ends the process if its block raises: this rank has fallen behind the rest."""

@@ -19,9 +19,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def options_of(values: Mapping[str, object], without: tuple[str, ...] = ("seed",)) -> str:
-    """Options as JSON, without options of one rank alone."""
-    return json.dumps({k: v for k, v in values.items() if k not in without}, sort_keys=True)
+def options_of(values: Mapping[str, object]) -> str:
+    """Options as JSON, without the seed, which each rank draws for itself."""
+    return json.dumps({k: v for k, v in values.items() if k != "seed"}, sort_keys=True)
 
 
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> str | None:

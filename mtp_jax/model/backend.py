@@ -149,14 +149,15 @@ class Backend:
         paged = partition("pages")
         specs = heads, per_slot, partition("heads"), per_slot, paged, per_slot, per_slot
         run = sharded(local, self.mesh, specs, (heads, paged, per_slot))
-        shapes, contexts, choices = [v.written.shape for v in views], [], []
-        given = (split_tree(x, shapes, self.mesh) for x in (q, index, entries))
+        shapes, contexts, choices = [v.shape for v in views], [], []
+        given = split_tree((q, index, entries), shapes, self.mesh)
         # No part writes rows that another part sees.
-        for view, asked, sought, own, chosen in zip(
-            views, *given, choice or (None,) * len(views), strict=True
+        for view, (asked, sought, own), chosen in zip(
+            views, given, choice or (None,) * len(views), strict=True
         ):
-            context, cache, chosen = run(asked, sought, w, own, cache, view, chosen)
-            contexts.append(context)
+            asked, sought, own = view.unpacked((asked, sought, own))
+            context, cache, chosen = run(asked, sought, w, own, cache, replace(view, packing=None), chosen)
+            contexts.append(view.packed(context))
             choices.append(chosen)
         return join(contexts, self.mesh), cache, tuple(choices)
 
@@ -260,11 +261,11 @@ class Backend:
 def _whole(cache: WholeCache | None, entries: Entries, form: Form) -> tuple[WholeCache | None, Whole]:
     """The source of a pass without pages: a cache's rows, extended by the rows at hand."""
     rows = entries.rows
-    mask = jnp.tri(rows.shape[1], dtype=bool)
+    mask = jnp.tri(rows.shape[1], dtype=bool)[None]
     if cache is not None:
         cache = cache.extended(rows)
         rows, mask = cache.rows, cache.mask
-    mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape))
+    mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
     return cache, Whole(rows, mask, entries.index, form)
 
 

@@ -12,6 +12,7 @@ from kernels_pallas.mla_decode.fp8_rows import BLOCK, Packed, pack, unpack
 from mtp_jax.model.config import ModelConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING
 from mtp_jax.model.mla import Form
+from mtp_jax.model.parts import Packing
 from mtp_jax.model.visible import Visible
 
 Tree = TypeVar("Tree")
@@ -102,12 +103,28 @@ class PagedView:
             the results of their tokens are not used.
         visible: rows that each window token attends to.
         form: MLA form that attends: "absorbed" for windows of a few tokens. Other attention has one form.
+        packing: window tokens that the pass computes; None: all.
     """
 
     page_table: Int[Array, "B n"]
     written: Int[Array, "B W"]
     visible: Visible
     form: Form = struct.field(pytree_node=False, default="absorbed")
+    packing: Packing | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the pass's rows: [B, W], or [S, R] where they are packed."""
+        rows, width = (self.written if self.packing is None else self.packing.tokens).shape
+        return rows, width
+
+    def packed(self, windows: Tree) -> Tree:
+        """The pass's rows of arrays [B, W, ...]."""
+        return windows if self.packing is None else self.packing.packed(windows)
+
+    def unpacked(self, rows: Tree) -> Tree:
+        """Arrays [B, W, ...] of the pass's rows."""
+        return rows if self.packing is None else self.packing.unpacked(rows)
 
 
 Views = tuple[PagedView, ...]
@@ -120,11 +137,11 @@ class WholeCache:
 
     Attributes:
         rows: rows with the fields of ``Entries``, [B, L, c].
-        mask: the rows, and their own window's, that the tokens of the next pass see, [W, L + W].
+        mask: the rows, and their own window's, that the tokens of the next pass see.
     """
 
     rows: Float[Array, "B L c"]
-    mask: Bool[Array, "W l"]
+    mask: Bool[Array, "#B W l"]
 
     def extended(self, rows: Float[Array, "B W c"]) -> "WholeCache":
         """The cache with the window's rows appended."""

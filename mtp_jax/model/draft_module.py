@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.cache import LayerCache, Views
+from mtp_jax.model.cache import LayerCache, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rms_norm, rope_angles
@@ -22,7 +23,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.products.plain import Rows, Stream
-from mtp_jax.model.trunk import Model, OneCache, Sight, block, embed
+from mtp_jax.model.trunk import Model, OneCache, Sight, Traced, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
 
@@ -154,6 +155,49 @@ def teacher_forced(
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return run(module, params, on, k, Pass(tokens, hidden, positions), None)[0]
+
+
+def drafts_forced(
+    module: DraftModule,
+    params: Params,
+    on: Backend,
+    tokens: Int[Array, "B n"],
+    hidden: Float[Array, "B T D"],
+    depth: int,
+    together: Bool[Array, "B T T"] | None = None,
+) -> tuple[Traced, ...]:
+    """The drafts of depth 1 to ``depth`` after every row of ``hidden``, had they been the text's own tokens.
+
+    Row i of depth k merges ``tokens[:, i + k]``, so there are at least T + depth of them. A single layer is
+    run as it drafts ("training-time test", arXiv 2503.01840): a row of depth k sees the rows of depth 1 up to
+    its own and its own chain, not other rows of depth k. Each of several layers sees its own rows, as in the
+    report; layer (k - 1) modulo their number serves depth k.
+
+    hidden: fused. together: whether two rows are of one text; None: all are. Raises ConfigError for sparse
+    attention.
+    """
+    if module.cfg.indexer:
+        raise ConfigError(
+            "this model has sparse attention (index_topk), through which nothing is trained here"
+        )
+    slots, length, _ = hidden.shape
+    layers = len(module.numbers)
+    causal, own = jnp.tri(length, dtype=bool)[None], jnp.eye(length, dtype=bool)[None]
+    causal = causal if together is None else causal & together
+    own = jnp.broadcast_to(own, causal.shape)
+    first = cache = WholeCache(jnp.zeros((slots, 0, module.cfg.row.width), hidden.dtype), causal)
+    outputs, z = [], hidden
+    for k in range(depth):
+        if layers > 1:
+            cache = first
+        elif k:
+            cache = WholeCache(cache.rows, jnp.concatenate([causal] + [own] * k, axis=-1))
+        positions = jnp.broadcast_to(jnp.arange(k, k + length), (slots, length))
+        drafted = tokens[:, k + 1 : k + 1 + length]
+        given = Pass(drafted, z, positions)
+        z, cache, routing, _ = run(module, params, on, k % layers, given, cache)
+        outputs.append(Traced(z, () if routing is None else (routing,), ()))
+    return tuple(outputs)
 
 
 def existing(k: int, positions: Int[Array, "B W"]) -> Int[Array, "B W"]:

@@ -1,5 +1,6 @@
 """Multi-head Latent Attention: queries and rows from results of projections, attention in its two forms."""
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -70,14 +71,14 @@ def attend(
     nothing gets zeros.
     """
     latent, key_rope = jnp.split(rows, [w.k.shape[-1]], axis=-1)
-    wide = {"preferred_element_type": jnp.float32}
-    scores = jnp.einsum("bwnr,blr->bnwl", q.rope, key_rope, **wide)
+    wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = wide("bwnr,blr->bnwl", q.rope, key_rope)
     if form == "absorbed":
         inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k)
-        weights = masked_softmax(scores + jnp.einsum("bwnc,blc->bnwl", inward, latent, **wide), mask, scale)
+        weights = masked_softmax(scores + wide("bwnc,blc->bnwl", inward, latent), mask, scale)
         mixed = jnp.einsum("bnwl,blc->bwnc", weights.astype(rows.dtype), latent)
         return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
     keys = jnp.einsum("blc,nhc->blnh", latent, w.k)
     values = jnp.einsum("blc,nvc->blnv", latent, w.v)
-    weights = masked_softmax(scores + jnp.einsum("bwnh,blnh->bnwl", q.nope, keys, **wide), mask, scale)
+    weights = masked_softmax(scores + wide("bwnh,blnh->bnwl", q.nope, keys), mask, scale)
     return jnp.einsum("bnwl,blnv->bwnv", weights.astype(rows.dtype), values)

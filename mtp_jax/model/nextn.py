@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.errors import ConfigError
 from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.cache import WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
 from mtp_jax.model.params import Layer, NextN, Params
@@ -89,33 +86,8 @@ def drafts_forced(
     depth: int,
     on: Backend = REFERENCE,
 ) -> tuple[Traced, ...]:
-    """The drafts of depth 1 to ``depth`` after every row of ``hidden``, had they been the text's own tokens.
-
-    Row i of depth k merges ``tokens[:, i + k]``, so there are at least T + depth of them. A single layer is
-    run as it drafts ("training-time test", arXiv 2503.01840): a row of depth k sees the rows of depth 1 up to
-    its own and its own chain, not other rows of depth k. Each of several layers sees its own rows, as in the
-    report; layer (k - 1) modulo their number serves depth k. Raises ConfigError for sparse attention.
-    """
-    if cfg.indexer:
-        raise ConfigError(
-            "this model has sparse attention (index_topk), through which nothing is trained here"
-        )
-    slots, length, _ = hidden.shape
-    layers, module = len(params.nextn), NextNLayers(cfg)
-    causal, own = jnp.tri(length, dtype=bool), jnp.eye(length, dtype=bool)
-    first = cache = WholeCache(jnp.zeros((slots, 0, cfg.row.width), hidden.dtype), causal)
-    outputs, z = [], hidden
-    for k in range(depth):
-        if layers > 1:
-            cache = first
-        elif k:
-            cache = WholeCache(cache.rows, jnp.concatenate([causal] + [own] * k, axis=1))
-        positions = jnp.broadcast_to(jnp.arange(k, k + length), (slots, length))
-        drafted = tokens[:, k + 1 : k + 1 + length]
-        given = Pass(drafted, z, positions)
-        z, cache, routing, _ = draft_module.run(module, params, on, k % layers, given, cache)
-        outputs.append(Traced(z, () if routing is None else (routing,), ()))
-    return tuple(outputs)
+    """``draft_module.drafts_forced`` of the NextN layers."""
+    return draft_module.drafts_forced(NextNLayers(cfg), params, on, tokens, hidden, depth)
 
 
 def logits(params: Params, k: int, z: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:

@@ -110,7 +110,7 @@ def attended(
 @partial(jax.jit, static_argnames="model")
 def fed(p: Layer, model: Model, x: Stream, views: Views) -> tuple[Stream, Routing | None]:
     """The second half of a block. Returns (x, routing of an MoE block)."""
-    counts = join([v.written >= 0 for v in views], model.on.mesh) if views else None
+    counts = join([v.packed(v.written >= 0) for v in views], model.on.mesh) if views else None
     return model.on.feed_forward(p, model.cfg, x, counts)
 
 

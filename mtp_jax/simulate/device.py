@@ -19,12 +19,13 @@ from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Key, Source, StepKey, che
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.simulate.language import MASK, NAN, Language, mix
 from mtp_jax.simulate.memory import Memory, Slot, Violation
+from mtp_jax.simulate.ranking import likeliest
 
 DEFERRED = 16
-"""Steps whose work one flush does; the NextN drafter has the same number."""
+"""Number of steps whose work one flush does, as with the NextN drafter."""
 
 _WORD = 32  # tokens of a word of a mask
-_FREE = 2**_WORD - 1  # one that allows all of them
+_FREE = 2**_WORD - 1  # the word that allows all of them
 _Scored = tuple[int, int]  # a token, after the hidden state that it follows
 
 
@@ -57,10 +58,14 @@ class Simulated(DeviceRunner):
         page_size: int,
         shards: int = 1,
         seconds: float = 0.0,
+        margins: bool = False,
     ) -> None:
-        """pages: per data shard. seconds: that each step takes, beside the host's own time."""
+        """pages: per data shard. seconds: duration of a step on the device.
+
+        margins: whether results have margins of drafts; right drafts have higher margins, mostly.
+        """
         super().__init__(shards)
-        self.language, self._seconds = language, seconds
+        self.language, self._seconds, self._margins = language, seconds, margins
         self._sizes = slots, pages, page_size, shards
         self.launched, self._busy_until = 0, 0.0
         self._compiled: dict[Key, None] = {}
@@ -84,7 +89,7 @@ class Simulated(DeviceRunner):
         return list(self._compiled)
 
     def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Take note of a violation."""
+        """Take note of keys: there is nothing to compile."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         for i, key in enumerate(missing, start=1):
             self._compiled = {**self._compiled, key: None}
@@ -108,8 +113,8 @@ class Simulated(DeviceRunner):
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         match launch:
-            case launches.Step(key, chunk):
-                return self._step(key, chunk, masks)
+            case launches.Step(key, chunk, estimate):
+                return self._step(key, chunk, estimate, masks)
             case launches.Admit(slot, row, page):
                 self._admit(slot, row, page)
             case launches.Move(source, target):
@@ -166,13 +171,18 @@ class Simulated(DeviceRunner):
 
     # Steps
 
-    def _step(self, key: StepKey, chunk: Chunk | None, masks: MaskMaker | None) -> Callable[[], Result]:
+    def _step(
+        self, key: StepKey, chunk: Chunk | None, estimate: np.ndarray | None, masks: MaskMaker | None
+    ) -> Callable[[], Result]:
         if key.program not in self._compiled:
             raise Violation(f"{key} was never compiled")
         if key.mode.structured and masks is None:
             raise ValueError(f"{key} is structured: it needs masks")
         active = [i for i in range(key.slots) if i in self._slots and self._slots[i].active]
         drafts, allowed = self._propose(key, active, masks if key.mode.structured else None)
+        margins = self._margins_of(key, drafts) if self._margins and key.room else None
+        if key.kept is not None and estimate is not None and margins is not None:
+            drafts = self._ranked(key, drafts, margins, estimate)
         rows = [Row() for _ in range(key.slots)]
         for i in active:
             bits = None if allowed is None else allowed[i]
@@ -185,11 +195,11 @@ class Simulated(DeviceRunner):
                 prompt = self._scores([top for _, top in filled], key.tokens, key.prompt_logprobs)
         self.launched += 1
         at = self._ends()
-        result = self._result(key, rows, prompt)
+        result = replace(self._result(key, rows, prompt), margins=margins)
         return lambda: self._arrived(at, result)
 
     def _ends(self) -> float:
-        """When a step that is launched now ends: it begins when the one before it has ended."""
+        """The time at which a step that is launched now ends: it begins when the step before it has ended."""
         self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds
         return self._busy_until
 
@@ -232,6 +242,25 @@ class Simulated(DeviceRunner):
                 counts[token] += 1
             total = (total + self.language.row(token, slot.length + 1 + k)) & MASK
         return drafts
+
+    def _margins_of(self, key: StepKey, drafts: dict[int, list[int]]) -> np.ndarray:
+        """The margin of every draft."""
+        margins = np.zeros((key.slots, key.room), np.float32)
+        for i in drafts:
+            slot, (total, _) = self._slots[i], self._memory.read(i, self._slots[i].length)
+            newest = mix((total + self.language.row(slot.newest, slot.length)) & MASK)
+            margins[i] = [self.language.margin(newest, k) for k in range(key.room)]
+        return margins
+
+    def _ranked(
+        self, key: StepKey, drafts: dict[int, list[int]], margins: np.ndarray, estimate: np.ndarray
+    ) -> dict[int, list[int]]:
+        """The drafts that a step verifies which does not verify all."""
+        shards, most = self._sizes[3], np.array([len(drafts.get(i, ())) for i in range(key.slots)])
+        given, count = estimate[Source.NEXTN], (key.kept or 0) * key.slots // shards
+        parts = zip(np.split(margins, shards), np.split(most, shards), strict=True)
+        counts = np.concatenate([likeliest(own, room, given, count) for own, room in parts])
+        return {i: own[: counts[i]] for i, own in drafts.items()}
 
     def _choose(
         self, slot: Slot, hidden: int, allowed: np.ndarray | None, ahead: int, counts: np.ndarray

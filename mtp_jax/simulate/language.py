@@ -41,9 +41,9 @@ class Language:
     then the other words in their order, then all other tokens. A row that samples draws a rank by its seed.
 
     Attributes:
-        vocab: tokens.
-        rates: of each draft the probability that it is the next token, given that all earlier drafts were.
-            The last rate holds for all further drafts; none: nothing is drafted.
+        vocab: number of tokens.
+        rates: the probability that each draft is the next token, if all earlier drafts were; the last rate
+            holds for all further drafts. Without rates nothing is drafted.
         seed: names the language, as weights name a model.
         words: tokens that occur; None: all but ``ends`` and ``broken``.
         ends: tokens that end a text; the first one is said with probability ``end_rate``.
@@ -85,7 +85,7 @@ class Language:
         return math.log(sum(math.exp(-min(rank, _FLOOR)) for rank in range(self.vocab)))
 
     def row(self, token: int, position: int) -> int:
-        """The content of the cache for a token at this position."""
+        """The row of a token at this position."""
         return NAN if token in self.broken else mix(mix(self.seed ^ token << 20) + position)
 
     def total(self, tokens: Sequence[int]) -> int:
@@ -108,8 +108,13 @@ class Language:
         return self.ends[0] if ends else self.spoken[word]
 
     def right(self, hidden: int, k: int) -> bool:
-        """Whether the k-th draft after a hidden state is the next token."""
+        """Whether the k-th draft after a hidden state is the next token, by ``rates``."""
         return mix(hidden + 2 + k) < self.rates[min(k, len(self.rates) - 1)] * MASK
+
+    def margin(self, hidden: int, k: int) -> float:
+        """How sure the drafter is of the k-th draft after a hidden state: surer where it is right, mostly."""
+        right, chance = mix(hidden + 2 + k), mix(hidden - 1 - k)
+        return 4 - (right + chance) / MASK
 
     def likeliest(self, hidden: int, count: int) -> list[int]:
         """The first tokens in the order of their ranks."""
@@ -120,7 +125,7 @@ class Language:
         return [*found, *(t for t, _ in zip(others, range(count - len(found)), strict=False))][:count]
 
     def rank(self, hidden: int, token: int) -> int:
-        """How many tokens come before this one."""
+        """The number of tokens that come before this token."""
         word, ends = self._first(hidden)
         if ends and token == self.ends[0]:
             return 0

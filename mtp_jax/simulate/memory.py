@@ -43,7 +43,7 @@ class Slot:
 
 
 class Memory:
-    """Slots, and pages of all data shards: each shard has ``pages`` and one more, for rows that nobody wants.
+    """Slots, and pages of all data shards: each shard has ``pages`` and a spare page, for padding.
 
     Attributes:
         slots: slots by number, once a request was put there.
@@ -132,7 +132,7 @@ class Memory:
         self._rows[self._at(number, range(begin, begin + len(rows)))] = np.array(rows, np.uint64)
 
     def commit(self, number: int, rows: Sequence[int], hidden: Sequence[int], defer: bool) -> None:
-        """Let the drafter observe the last tokens of a slot, or keep one for ``flush``."""
+        """Let the drafter observe the last tokens of a slot. defer: keep the last token for ``flush``."""
         slot = self.slots[number]
         if defer:
             slot.deferred.append((rows[0], hidden[0]))

@@ -1,61 +1,30 @@
-"""Pages by digest: the protocol of a store, and a store in the host's memory."""
+"""A store of pages in the host's memory, by digest."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from threading import Lock
-from typing import Protocol
 
 from mtp_jax.store.page import Page, checksum, size
 
 
-class PageStore(Protocol):
-    """Pages by the digest of all tokens up to their end. Any thread may use it; it may forget any page.
+class MemoryStore:
+    """Keeps the pages used last, by the digest of all tokens up to their end. Any thread may use it.
+
+    ``get`` marks the last page of a prefix as used first, so that prefixes lose their ends first.
 
     Attributes:
+        budget: most bytes of pages.
         held: bytes of the pages that are kept.
-        stored: pages that were kept so far.
-        dropped: pages that were lost, by reason.
-    """
-
-    held: int
-    stored: int
-    dropped: Counter[str]
-
-    def __len__(self) -> int: ...
-
-    def __contains__(self, digest: object) -> bool: ...
-
-    def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of the first digests, up to the first that is not here or is damaged."""
-        ...
-
-    def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
-        """Keep a page, whose arrays nobody changes any more. crc: its checksum, where it is known."""
-        ...
-
-    def used(self, digests: Iterable[bytes]) -> None:
-        """Count these as used, the last one as the latest."""
-        ...
-
-    def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """Keep these pages, or any page, no longer."""
-        ...
-
-
-class MemoryStore:
-    """See ``PageStore``. Keeps the pages that were used last, up to ``budget`` bytes.
-
-    ``get`` counts the ends of a prefix as used before its beginning, so that the ends are the first to go.
-    Pages are ``dropped`` as "room" was needed for other pages, or as they were "damaged".
+        stored: number of pages that were kept so far.
+        dropped: number of pages that were lost, by reason: "room", which other pages needed, or "damaged".
     """
 
     def __init__(self, budget: int) -> None:
         self.budget, self.held, self.stored = budget, 0, 0
         self.dropped: Counter[str] = Counter()
         self._lock = Lock()
-        self._kept: OrderedDict[bytes, tuple[Page, int]] = (
-            OrderedDict()
-        )  # with checksums; the next to go first
+        # Pages with checksums, the next to go first.
+        self._kept: OrderedDict[bytes, tuple[Page, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -64,7 +33,7 @@ class MemoryStore:
         return digest in self._kept
 
     def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of the first digests, up to the first that is not here or is damaged.
+        """The pages of these digests, up to the first digest whose page is missing or damaged.
 
         A damaged page is dropped.
         """
@@ -82,9 +51,9 @@ class MemoryStore:
         return pages
 
     def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
-        """Keep a page, whose arrays nobody changes any more, unless it is larger than the budget.
+        """Keep a page, whose arrays must not change any more, unless it is larger than the budget.
 
-        crc: its checksum, where it is known.
+        crc: its checksum; None: not known.
         """
         crc, needed = checksum(page) if crc is None else crc, size(page)
         with self._lock:
@@ -103,14 +72,14 @@ class MemoryStore:
             self.stored += 1
 
     def used(self, digests: Iterable[bytes]) -> None:
-        """Count these as used, the last one as the latest."""
+        """Mark the pages of these digests as used, the last digest as the latest."""
         with self._lock:
             for digest in digests:
                 if digest in self._kept:
                     self._kept.move_to_end(digest)
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """Keep these pages, or any page, no longer."""
+        """Drop these pages; None: all pages."""
         for digest in list(self._kept) if digests is None else digests:
             self._drop(digest)
 

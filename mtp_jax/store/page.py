@@ -12,7 +12,7 @@ Page = tuple[np.ndarray, ...]
 
 
 def split(data: PageData) -> list[Page]:
-    """The pages of a ``PageData``, copied: each is freed by itself."""
+    """The pages of a ``PageData``, each copied, so that its memory can be freed by itself."""
     return [tuple(array[i].copy() for array in data) for i in range(len(data[0]))]
 
 
@@ -22,7 +22,7 @@ def join(pages: Sequence[Page]) -> PageData:
 
 
 def size(page: Page) -> int:
-    """Bytes."""
+    """Number of bytes of a page."""
     return sum(array.nbytes for array in page)
 
 

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field
 
 from mtp_jax.decode.arrays import PageData
 from mtp_jax.decode.launches import Pending, ReadPages, Runner, WritePages
-from mtp_jax.store.memory import PageStore
+from mtp_jax.store.memory import MemoryStore
 from mtp_jax.store.page import Page, join, split
 
 _LOG = logging.getLogger(__name__)
 
-# Pages that one launch reads, and launches that are on their way at a time: their results have memory of
-# their own on the device.
+# Numbers of pages that one launch reads, and of launches in flight: their results take memory on the device.
 _PAGES, _FLIGHTS = 8, 4
 
 
@@ -54,11 +53,11 @@ class HostTier:
 
     Attributes:
         restored: number of pages that were written back to the device so far.
-        flushes: number of times that all pages were forgotten.
+        flushes: number of times that ``forget`` forgot all pages.
         lost: number of pages that could not be filed, as the host had no memory for them.
     """
 
-    def __init__(self, store: PageStore, runner: Runner) -> None:
+    def __init__(self, store: MemoryStore, runner: Runner) -> None:
         self.store, self._runner = store, runner
         self.restored = self.lost = self.flushes = 0
         self._evicted: dict[bytes, tuple[int, int]] = {}  # digests of pages to be read: data shard, page
@@ -112,7 +111,7 @@ class HostTier:
             _LOG.warning("no memory for pages of the prefix cache; lower host_cache_gib")
 
     def _landed(self) -> None:
-        """Take note of the copies that have ended. Raises the error of one that failed."""
+        """Take note of the copies that have ended. Raises the error of a copy that failed."""
         while self._flights and self._flights[0][0].done():
             future, digests = self._flights.popleft()
             for digest in digests:
@@ -126,7 +125,7 @@ class HostTier:
         return digest in self._evicted or digest in self._arriving or digest in self.store
 
     def get(self, digests: Sequence[bytes]) -> list[Page]:
-        """The pages of the first digests, up to the first that is damaged or has gone meanwhile.
+        """The pages of these digests, up to the first digest whose page is damaged or has gone.
 
         Waits for copies that are on their way.
         """
@@ -149,7 +148,7 @@ class HostTier:
             self.restored += len(pages)
 
     def forget(self, digests: Iterable[bytes] | None = None) -> None:
-        """Give back these pages, or any page that was evicted so far, no longer."""
+        """Forget these pages; None: all pages that were evicted so far."""
         gone = None if digests is None else list(digests)
         self.flushes += gone is None
         for digest in list(self._evicted) if gone is None else gone:

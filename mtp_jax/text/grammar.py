@@ -49,10 +49,8 @@ _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took 
 # white space for ever. A schema may say otherwise in its key "x-guidance", but not that keywords which
 # llguidance does not implement be ignored; nor that a character be written in two ways, as \u0061 for a: a
 # key so written would escape the schema's rules for it.
-_JSON_OPTIONS: Any = {
-    "defaults": {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"},
-    "overrides": {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'},
-}
+_JSON_DEFAULTS: Any = {"whitespace_pattern": r" |\r?\n[ \t]{0,20}"}
+_JSON_OVERRIDES: Any = {"lenient": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def embedded(schema: JsonMapping) -> str:
 
 
 def _of_json(schema: str | JsonObject) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, **_JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_DEFAULTS, overrides=_JSON_OVERRIDES)
 
 
 def _schema(schema: object) -> str:

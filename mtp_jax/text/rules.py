@@ -16,7 +16,7 @@ class TokenRule(Protocol):
     """Tokens with which one output may go on. It follows the tokens of the output so far."""
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Take tokens out of the allowed ones, uint32 [width, ceil(V / 32)], in place.
+        """Take tokens out of the allowed tokens, uint32 [width, ceil(V / 32)], in place.
 
         Position i is behind i drafts. Masks past the end of ``drafts`` are only hints for drafting.
         """

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from mtp_jax.bench.corpus import SourceFile
 from mtp_jax.text.bpe import ASSISTANT, USER
 
-SUMMARY_CHARS = range(16, 121)  # a shorter summary ("See above.") asks nothing; a longer one is no question
+SUMMARY_CHARS = range(16, 121)  # a shorter summary ("See above.") asks nothing, a longer one too much
 ANSWER_CHARS = 1200  # about 350 tokens: question and answer fit in one training window of 512
 
 

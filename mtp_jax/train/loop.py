@@ -3,10 +3,8 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,11 +14,10 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from mtp_jax.api.interrupt import interruptible
 from mtp_jax.bench import corpus
 from mtp_jax.checkpoint.folder import text_files
-from mtp_jax.checkpoint.write import save_checkpoint, write_json
-from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.checkpoint.write import save_checkpoint
+from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, init_params
@@ -29,7 +26,7 @@ from mtp_jax.train.evaluate import evaluate
 from mtp_jax.train.optimizer import make_optimizer
 from mtp_jax.train.recipe import Recipe, Source
 from mtp_jax.train.report import Reporter, plot_losses
-from mtp_jax.train.state_store import StateStore
+from mtp_jax.train.run import Run, checked
 from mtp_jax.train.step import TrainState, make_step
 from mtp_jax.train.text import read_text
 
@@ -76,25 +73,18 @@ def train(
     held_out = corpus.tokens(tokenizer, text.held_out, recipe.seed)
     windows = even_windows(held_out, recipe.eval_seq_len + 1 + recipe.eval_depth, recipe.eval_sequences)
 
-    optimizer = make_optimizer(recipe)
+    optimizer = make_optimizer(recipe, recipe.total_steps)
     params = initial_params(cfg, recipe.seed)
     state = TrainState(params, optimizer.init(cast(Any, params)))
-    store = StateStore(out_dir / "state")
-    first = store.latest() or 0
-    if first and not resume:
-        raise CheckpointError(
-            f"{out_dir} holds a run of {first} steps and resume is off; resume it or name another directory"
-        )
-    _check_same_run(out_dir / "run.json", recipe, text.fingerprint(), resuming=first > 0)
-    if first:
-        state = store.restore(first, state)
-
+    about = {
+        "corpus": text.fingerprint(),
+        "seed": recipe.seed,
+        "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
+        "model config": hashlib.sha256(recipe.model_config.read_bytes()).hexdigest(),
+    }
     last = recipe.total_steps if stop_after is None else min(stop_after, recipe.total_steps)
-    if first > last:
-        raise CheckpointError(
-            f"{out_dir} holds a run of {first} steps, more than the {last} of this one; resume it with as "
-            "many or more, or name another directory"
-        )
+    run = Run(out_dir, recipe.checkpoint_minutes, last, resume)
+    first, state = run.begin(state, about, {"recipe": _plain(recipe)})
     reporter = Reporter(out_dir, first, recipe.total_steps, recipe.report_seconds)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     sizes = ", ".join(f"{len(stream):,} of {' and '.join(names)}" for names, stream in streams.items())
@@ -105,25 +95,12 @@ def train(
     def step_of(stage: int) -> Callable[..., PyTree]:
         return make_step(recipe, recipe.stages[stage], cfg, optimizer)
 
-    def checkpoint(done: int) -> None:
-        store.save(done, state)
+    def checkpoint(done: int, state: TrainState) -> None:
         found = evaluate(state.params, cfg, windows, recipe.eval_depth)
         reporter.evaluation(done, dataclasses.asdict(found) | {"acceptance": found.acceptance})
         plot_losses(out_dir)
 
-    saved_at = time.monotonic()
-    with interruptible() as stopped:  # in the midst of a step there is no state: it has been donated
-        for done in range(first, last):
-            state = _one_step(recipe, done, streams, state, step_of, reporter)
-            if stopped.is_set():
-                store.save(done + 1, state)
-                store.close()
-                raise KeyboardInterrupt
-            if time.monotonic() - saved_at > 60 * recipe.checkpoint_minutes:
-                checkpoint(done + 1)
-                saved_at = time.monotonic()
-    checkpoint(last)
-    store.close()
+    state = run.steps(state, lambda i, now: _one_step(recipe, i, streams, now, step_of, reporter), checkpoint)
     if last < recipe.total_steps:
         return out_dir
     return export(cfg, state.params, recipe, out_dir / "model")
@@ -171,13 +148,7 @@ def _one_step(
         local,
     )
     result = step_of(index)(state, tokens.reshape(stage.micro_batches, stage.batch, -1))
-    losses = np.asarray(result.aux.losses).tolist()
-    norm = float(result.grad_norm)
-    if not all(map(math.isfinite, [*losses, norm])):
-        raise CheckpointError(
-            f"the loss is {losses}, the gradient's norm {norm} at step {step}; "
-            "resume with a lower learning rate"
-        )
+    losses, norm = checked(step, result.aux.losses, result.grad_norm)
     loads = np.stack([np.asarray(load) for load in result.aux.loads]) if result.aux.loads else np.ones((1, 1))
     metrics = {
         "losses": losses,
@@ -187,35 +158,6 @@ def _one_step(
     }
     reporter.step(step, stage.step_tokens, metrics)
     return result.state
-
-
-def _check_same_run(path: Path, recipe: Recipe, fingerprint: str, resuming: bool) -> None:
-    """The tokens, their order and the model must stay; the steps to come may be changed on purpose."""
-    now = {
-        "corpus": fingerprint,
-        "seed": recipe.seed,
-        "tokenizer": hashlib.sha256(recipe.tokenizer.read_bytes()).hexdigest(),
-        "model config": hashlib.sha256(recipe.model_config.read_bytes()).hexdigest(),
-    }
-    if resuming:
-        before = _read_run(path)
-        changed = [key for key in now if before.get(key) != now[key]]
-        if changed:
-            raise CheckpointError(
-                f"{path.parent} holds a run with another {' and '.join(changed)}; resume with the recipe "
-                "and the Python that started it, or name another output directory"
-            )
-    write_json(path, now | {"recipe": _plain(recipe)})
-
-
-def _read_run(path: Path) -> JsonObject:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}, which says what the checkpoints beside it are of, cannot be read: {error}; restore it, "
-            "or name another output directory"
-        ) from error
 
 
 def _plain(recipe: Recipe) -> JsonObject:

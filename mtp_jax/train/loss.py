@@ -19,7 +19,7 @@ class Aux(NamedTuple):
     Attributes:
         losses: cross entropy in nats per token of the trunk and of each MTP depth, [1 + depth].
         accuracy: fraction of positions whose most likely token is the right one, [1 + depth].
-        loads: rows routed to each expert, [E] for every MoE layer of the trunk, then of the NextN layers.
+        loads: numbers of rows routed to each expert, [E] for every MoE layer of the trunk, then of NextN.
     """
 
     losses: Float[Array, " depths"]
@@ -68,7 +68,7 @@ def loss(
 
 
 def _load(cfg: ModelConfig, routing: Routing) -> Float[Array, " E"]:
-    """Rows that chose each expert."""
+    """The number of rows that chose each expert."""
     return jnp.zeros(cfg.n_routed_experts).at[routing.ids.reshape(-1)].add(1.0)
 
 

@@ -6,16 +6,15 @@ import optax.contrib
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from mtp_jax.train.recipe import Recipe
+from mtp_jax.train.recipe import Descent
 
 # Not maps from activations to activations: Muon's update with equal singular values does not suit them.
-_ADAM = ("embed", "head", "router")
+_ADAM = ("embed", "head", "router", "base", "previous", "following")
 _HEADS_OUT = ("q_b", "k_up", "v_up", "q", "k", "v")  # [N, out, in]
 
 
-def schedule(recipe: Recipe, peak: float) -> optax.Schedule:
-    """Linear warm-up, constant, then linear decay over the last `decay_fraction` of the run."""
-    total = recipe.total_steps
+def schedule(recipe: Descent, total: int, peak: float) -> optax.Schedule:
+    """Linear warm-up, constant, then linear decay over the last `decay_fraction` of `total` steps."""
     warmup = min(recipe.warmup_steps, total // 4)
     decay = max(1, round(total * recipe.decay_fraction))
     stable = max(0, total - warmup - decay)
@@ -29,9 +28,9 @@ def schedule(recipe: Recipe, peak: float) -> optax.Schedule:
     )
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+def make_optimizer(recipe: Descent, steps: int) -> optax.GradientTransformation:
     """Gradient clipping, then Muon (arXiv 2502.16982, update scaled to AdamW's size) or plain AdamW."""
-    rate = schedule(recipe, recipe.learning_rate)
+    rate = schedule(recipe, steps, recipe.learning_rate)
     if recipe.optimizer == "adamw":
         inner = optax.adamw(rate, b2=recipe.beta2, weight_decay=recipe.weight_decay, mask=_decays)
     else:
@@ -40,7 +39,7 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
             ns_steps=recipe.muon_ns_steps,
             weight_decay=recipe.weight_decay,
             adam_b2=recipe.beta2,
-            adam_learning_rate=schedule(recipe, recipe.adam_learning_rate),
+            adam_learning_rate=schedule(recipe, steps, recipe.adam_learning_rate),
             muon_weight_dimension_numbers=_matrices,
             consistent_rms=0.2,
         )

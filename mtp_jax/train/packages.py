@@ -8,10 +8,10 @@ from pathlib import Path, PurePosixPath
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-from mtp_jax.bench.corpus import MAX_BYTES, SourceFile
+from mtp_jax.bench.corpus import MAX_BYTES, SourceFile, as_text
 from mtp_jax.errors import ConfigError
 
-COPY_SHARE = 0.5  # a file with this share of its long lines in held-out text is a copy of it
+COPY_SHARE = 0.5  # a file with this share of its long lines in held-out text counts as a copy
 MIN_LINE = 20  # characters; shorter lines ("return None") occur everywhere
 _TEST_FOLDERS = frozenset({"test", "tests", "testing", "locale", "_vendor", "vendor"})
 
@@ -34,7 +34,7 @@ def read_packages(pins: Sequence[str], folder: Path) -> list[SourceFile]:
         except (OSError, zipfile.BadZipFile) as err:
             raise ConfigError(f"{wheel} is damaged: {err}; download {pin} again") from err
         for inner, data in sorted(found):
-            text = _text(data)
+            text = as_text(data)
             if text and text not in seen:
                 seen.add(text)
                 files.append(SourceFile(f"{name}/{inner}", text))
@@ -81,15 +81,6 @@ def _wanted(info: zipfile.ZipInfo) -> bool:
     path = PurePosixPath(info.filename)
     tests = not _TEST_FOLDERS.isdisjoint(path.parts) or path.name.startswith("test_")
     return path.suffix == ".py" and info.file_size <= MAX_BYTES and not tests
-
-
-def _text(data: bytes) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return ""
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text if text.strip() else ""
 
 
 def _marks(text: str) -> set[bytes]:

@@ -65,8 +65,24 @@ class Package:
     licence: Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Recipe:
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
+class Descent:
+    """The optimiser's options, and the rates of its steps."""
+
+    optimizer: Literal["muon", "adamw"] = "muon"
+    learning_rate: Positive = 5e-3
+    adam_learning_rate: Positive = 3e-3
+    final_lr_fraction: Share = 0.02
+    warmup_steps: Natural = 60  # at most a quarter of all steps
+    decay_fraction: Share = 0.5
+    weight_decay: NotNegative = 0.05
+    beta2: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.98
+    grad_clip: Positive = 1.0
+    muon_ns_steps: Count = 5
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"), kw_only=True)
+class Recipe(Descent):
     """Everything that decides a training run, besides the text of the corpus itself.
 
     Two runs of the same recipe on the same corpus and machine give the same parameters. Paths are absolute
@@ -78,17 +94,6 @@ class Recipe:
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     seed: Natural = 0
     packages: tuple[Package, ...] = ()  # text besides the standard library
-    # optimiser
-    optimizer: Literal["muon", "adamw"] = "muon"
-    learning_rate: Positive = 5e-3
-    adam_learning_rate: Positive = 3e-3
-    final_lr_fraction: Share = 0.02
-    warmup_steps: Natural = 60  # at most a quarter of all steps
-    decay_fraction: Share = 0.5
-    weight_decay: NotNegative = 0.05
-    beta2: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.98
-    grad_clip: Positive = 1.0
-    muon_ns_steps: Count = 5
     # objective (DeepSeek-V3 report, sections 2.1.2 and 2.2)
     mtp_weight: NotNegative = 0.3
     balance_rate: NotNegative = 1e-3

@@ -19,11 +19,11 @@ class StateStore:
         self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
 
     def latest(self) -> int | None:
-        """Number of steps done in the newest checkpoint, None without one."""
+        """The number of steps done in the newest checkpoint; None without a checkpoint."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState) -> None:
-        """Write the state after `step` steps, unless that one is there already."""
+        """Write the state after `step` steps, unless the newest checkpoint has it."""
         if step != self.latest():
             self._manager.save(step, args=ocp.args.StandardSave(_named(state)))
 

@@ -14,7 +14,7 @@ from mtp_jax.train.recipe import Recipe, Source
 
 @dataclass(frozen=True)
 class Text:
-    """The documents of every source, and the files of the standard library that no source contains."""
+    """The documents of every source, and held-out files of the standard library, which no source contains."""
 
     sources: dict[Source, list[SourceFile]]
     held_out: list[SourceFile]

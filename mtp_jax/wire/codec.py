@@ -3,7 +3,7 @@
     {"Move": [1, 0]}        a dataclass: its name and its fields
     {"int32": [2, 3]}       an array: its dtype and its shape; its elements come after the JSON
 
-Nothing in a message is executed, and only classes are made that the receiver names.
+Nothing in a message is executed, and it can only make objects of classes that the receiver names.
 """
 
 import json
@@ -26,7 +26,7 @@ _DTYPES = {d.name: d for d in _ALL}  # numbers, never objects
 
 
 def encode(value: object) -> tuple[bytes, list[Buffer]]:
-    """JSON, and the bytes of each array. Raises WireError for arrays of another dtype than numbers."""
+    """The JSON of a value, and the bytes of its arrays. Raises WireError for an array that has no numbers."""
     arrays: list[np.ndarray] = []
     text = json.dumps(_described(value, arrays)).encode()
     return text, [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays]
@@ -90,7 +90,7 @@ class _Reader:
 
 
 def _made(kind: type, values: Iterable[object]) -> object:
-    """A value of this class, whose fields have their declared types, as far as that can be asked."""
+    """An object of a dataclass. Raises ValueError for a field of a wrong type, if its type can be asked."""
     given = tuple(values)
     for field, value in zip(fields(kind), given, strict=True):
         kind_of: Any = field.type

@@ -14,8 +14,8 @@ class WireError(Exception):
 
     Attributes:
         reason: "lost", "late", "damaged", "protocol", "secret" or "config" (its options do not fit), or a
-            word of the two sides' own.
-        claim: claim of a caller that speaks the protocol, whether or not it knows the secret.
+            word of a protocol's own.
+        claim: the claim of a caller that speaks the protocol, whether or not it knows the secret.
     """
 
     def __init__(self, reason: str, message: str = "", claim: bytes | None = None) -> None:
@@ -28,18 +28,18 @@ class Connection:
 
     Attributes:
         deadline: ``time.monotonic()`` at which every operation ends.
-        silence: most seconds for which the next byte is waited for.
+        silence: longest wait for the next byte, seconds.
     """
 
-    def __init__(self, sock: socket.socket, deadline: float = math.inf, silence: float = math.inf) -> None:
-        self.deadline, self.silence, self._sock = deadline, silence, sock
+    def __init__(self, sock: socket.socket, deadline: float = math.inf) -> None:
+        self.deadline, self.silence, self._sock = deadline, math.inf, sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         with suppress(OSError):  # not TCP
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self, count: int) -> bytearray:
-        """The next ``count`` bytes."""
+        """Read the next ``count`` bytes."""
         found = bytearray(count)
         view = memoryview(found)
         while view:
@@ -56,7 +56,7 @@ class Connection:
         return found
 
     def write(self, data: Buffer) -> None:
-        """All of these bytes."""
+        """Write all of these bytes."""
         left = self._left()
         try:
             self._sock.settimeout(None if left == math.inf else left)

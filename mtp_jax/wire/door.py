@@ -11,16 +11,18 @@ _AGAIN_SECONDS = 0.1
 
 
 class Door:
-    """Meets each connection on a thread of its own. Until one has proved itself it is a stranger.
+    """Meets each connection on a thread of its own. It is a stranger until ``proved`` is called for it.
 
-    There are 64 strangers at most. A further one ends the oldest: to say nothing keeps nobody out.
+    There are 64 strangers at most. A further stranger ends the oldest, so that none can keep members out by
+    saying nothing.
     """
 
     def __init__(
         self, listener: socket.socket, meet: Callable[[socket.socket, str], None], name: str
     ) -> None:
-        """listener: bound. meet: is called with a connection and its address, and closes it. name: of its
-        threads.
+        """listener: a bound socket. meet: called with a connection and its address; closes the connection.
+
+        name: name of the threads.
         """
         self._listener, self._meet, self._name = listener, meet, name
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
@@ -28,7 +30,7 @@ class Door:
         self._closing = False
 
     def open(self) -> None:
-        """Begin to listen, unless it is closed already."""
+        """Begin to listen, unless the door is closed already."""
         try:
             self._listener.listen(_MOST_STRANGERS)
         except OSError:
@@ -37,7 +39,7 @@ class Door:
         threading.Thread(target=self._accept, name=f"{self._name}s", daemon=True).start()
 
     def proved(self, sock: socket.socket) -> bool:
-        """No stranger any more, and may stay for as long as it likes. False: it has been ended already."""
+        """Let a connection stay, as a member. Returns False if it has been ended already."""
         with self._lock:
             return self._strangers.pop(sock, sock) is None
 

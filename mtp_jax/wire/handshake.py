@@ -2,13 +2,13 @@
 
     listener -> caller   purpose, nonce a
     caller -> listener   purpose, nonce b, claim, HMAC(secret, "caller", purpose, a, b, claim)
-    listener -> caller   TAKEN, HMAC(secret, "listener", purpose, a, b, claim); or why not, one byte
+    listener -> caller   TAKEN, HMAC(secret, "listener", purpose, a, b, claim); or a byte that says why not
 
 The purpose is a line that names the protocol and its version, the claim the caller's description of itself,
 of a size that the protocol knows. So both sides read a fixed number of bytes before they know who is there.
 Both derive a key for each direction from the same values and the secret, and sign every message that follows
-(``Seals``): who stands between the two can end the connection, but not change, repeat or leave out a message.
-Nothing is encrypted.
+(``Seals``): an attacker between the two can end the connection, but cannot change, repeat or leave out a
+message. Nothing is encrypted.
 """
 
 import hmac
@@ -29,9 +29,10 @@ def welcome(
     size: int,
     take: Callable[[bytes], None] = lambda claim: None,
 ) -> tuple[bytes, Seals]:
-    """The listener's side: the claim, of ``size`` bytes, of a caller that knows the secret. Raises WireError.
+    """Be the listener. Returns the claim of a caller that knows the secret, and the seals. Raises WireError.
 
-    take: is called with the claim before this side proves itself; raises WireError if it does not fit.
+    size: bytes of the claim. take: is called with the claim before this side proves itself; raises WireError
+    if the claim does not fit.
     """
     mine = secrets.token_bytes(_NONCE)
     connection.write(purpose + mine)
@@ -53,7 +54,7 @@ def welcome(
 
 
 def greet(connection: Connection, secret: bytes, purpose: bytes, claim: bytes) -> Seals:
-    """The caller's side. Raises WireError."""
+    """Be the caller. Returns the seals. Raises WireError."""
     _expect(connection, purpose)
     theirs, mine = bytes(connection.read(_NONCE)), secrets.token_bytes(_NONCE)
     about = _joined(purpose, theirs, mine, claim)

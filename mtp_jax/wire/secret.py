@@ -11,7 +11,7 @@ _SHORTEST = 16  # bytes: 128 bits, if they are random
 
 
 def read_secret(file: str | Path | None, what: str) -> bytes:
-    """The secret in the file, or else in the environment. what: needs it. Raises ConfigError."""
+    """The secret in the file, or else in the environment. what: option that needs it. Raises ConfigError."""
     how = f"give all sides the same, such as `openssl rand -hex 32`: --secret-file, or {VARIABLE}"
     if file is None:
         found = os.environ.get(VARIABLE, "").strip().encode()

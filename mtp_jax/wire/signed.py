@@ -29,7 +29,7 @@ class Tags:
         self._key, self._count = key, 0
 
     def next(self, parts: Sequence[Buffer]) -> bytes:
-        """The tag of the next message, given in parts whose lengths follow from the first."""
+        """The tag of the next message, whose parts have lengths that the first part tells."""
         tag = blake2b(self._count.to_bytes(8, "big"), key=self._key, digest_size=TAG)
         for part in parts:
             tag.update(part)
@@ -52,19 +52,19 @@ class Signed:
     """Messages over a connection whose other side has proved itself. Any thread may send; one receives.
 
     Attributes:
-        connection: the connection that they travel over.
+        connection: carries the messages.
     """
 
     def __init__(
         self, connection: Connection, seals: Seals, kinds: Mapping[str, type], most_json: int
     ) -> None:
-        """kinds: classes of values that may come, by name. most_json: bytes of JSON in a message."""
+        """kinds: classes of values that may come, by name. most_json: limit of a message's JSON, bytes."""
         self.connection, self._seals, self._kinds, self._most_json = connection, seals, kinds, most_json
         self._sending = threading.Lock()
 
-    def send(self, value: object, *, pack: bool = False) -> None:
-        """Send a value. pack: if it is large. Raises WireError."""
-        self.send_framed(framed(value, self._most_json, pack=pack))
+    def send(self, value: object) -> None:
+        """Send a value. Raises WireError."""
+        self.send_framed(framed(value, self._most_json))
 
     def send_framed(self, message: bytes) -> None:
         """Send a message of ``framed``, which may go to several connections. Raises WireError."""
@@ -72,7 +72,7 @@ class Signed:
             self.connection.write(message + self._seals.sent.next([message]))
 
     def receive(self, most: int = 0) -> object:
-        """The next value, with ``most`` bytes of arrays. Raises WireError."""
+        """The next value. most: limit of the bytes of its arrays. Raises WireError."""
         length, size, packed = HEAD.unpack(head := self.connection.read(HEAD.size))
         if length > self._most_json or size > most:
             said = f"a message of {length:,} and {size:,} bytes"
@@ -84,7 +84,10 @@ class Signed:
 
 
 def framed(value: object, most_json: int, *, pack: bool = False) -> bytes:
-    """A message without its tag. Raises WireError if it is too large, or cannot be sent."""
+    """A message without its tag. Raises WireError if it is too large, or cannot be sent.
+
+    pack: compress its arrays if they are large.
+    """
     text, parts = encode(value)
     size = sum(map(len, parts))
     if len(text) > most_json or size > MOST_BYTES:

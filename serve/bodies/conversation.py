@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, Tag, model_validator
 
 from mtp_jax import JsonObject
 from serve.bodies.custom_tools import (
@@ -14,9 +14,8 @@ from serve.bodies.custom_tools import (
     OtherTool,
     ToolItem,
     ToolPick,
-    tool_kind,
 )
-from serve.bodies.fields import NOT_TEXT, Body, Name, Text, bounds, form, one_of
+from serve.bodies.fields import NOT_TEXT, Body, Name, Text, TextOr, bounds, one_of
 from serve.bodies.tools import MOST_TOOLS, CalledTool, ToolBody, ToolChoice
 
 MAX_MESSAGES = 4096
@@ -45,13 +44,9 @@ _Part = Annotated[
     Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
     one_of({"text": "a text", "refusal": "a refusal"}, NOT_TEXT),
 ]
-_Content = Annotated[
-    Annotated[Text, Tag("a string")] | Annotated[list[_Part], Field(fail_fast=True), Tag("a list")],
-    Discriminator(form),
-]
 _Call = Annotated[
     Annotated[CalledTool, Tag("a function")] | Annotated[CalledCustom, Tag("a custom tool")],
-    Discriminator(lambda value: "a custom tool" if tool_kind(value) == "custom" else "a function"),
+    one_of({"custom": "a custom tool"}, other="a function"),
 ]
 
 
@@ -65,7 +60,7 @@ class Message(Body):
     without_effect: ClassVar = frozenset({"annotations", "refusal"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content | None = None
+    content: TextOr[_Part] | None = None
     tool_calls: Annotated[list[_Call], Field(fail_fast=True, max_length=1024)] | None = None
     tool_call_id: Name | None = None
     name: Name | None = None

@@ -1,10 +1,10 @@
 """Tools that are no functions: a custom tool, which takes a text, becomes a function of one string."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from mtp_jax import JsonObject
 from serve.bodies.fields import Body, Name, Text, one_of
@@ -70,23 +70,15 @@ class OtherTool(Body):
         yield f"{path}.{self.type}"
 
 
-def tool_kind(value: object) -> str | None:
-    """The type of a tool or a call, as the client names it."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) else None
-
-
-def tool_form(value: object) -> str:
-    """The class for a tool of a request."""
-    forms = {None: "a function", "function": "a function", "custom": "a custom tool"}
-    return forms.get(tool_kind(value), "another tool")
-
-
+TOOLS = one_of(
+    {None: "a function", "function": "a function", "custom": "a custom tool"}, other="another tool"
+)
+"""The class for a tool of a request."""
 ToolItem = Annotated[
     Annotated[ToolBody, Tag("a function")]
     | Annotated[CustomTool, Tag("a custom tool")]
     | Annotated[OtherTool, Tag("another tool")],
-    Discriminator(tool_form),
+    TOOLS,
 ]
 
 
@@ -132,13 +124,17 @@ CHOICES = (
     "expected none, auto, required, allowed_tools, or a tool of the type function or custom, as this server "
     "runs none itself"
 )
-PICKS = {"function": "a function", "custom": "a custom tool", "allowed_tools": "some tools"}
+PICKS: Mapping[str | None, str] = {
+    "function": "a function",
+    "custom": "a custom tool",
+    "allowed_tools": "some tools",
+}
 ToolPick = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a string")]
     | Annotated[NamedChoice, Tag("a function")]
     | Annotated[CustomChoice, Tag("a custom tool")]
     | Annotated[AllowedChoice, Tag("some tools")],
-    one_of(PICKS, CHOICES, "a string"),
+    one_of(PICKS, CHOICES, of_text="a string"),
 ]
 
 

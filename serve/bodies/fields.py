@@ -1,7 +1,7 @@
 """Kinds of fields of request bodies, and the objects inside them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic.fields import FieldInfo
@@ -38,6 +38,17 @@ def form(value: object) -> str:
     return "a list" if isinstance(value, list) else "a string"
 
 
+def told(tell: Callable[[object], str | None], expected: str) -> Discriminator:
+    """Choose the form that ``tell`` names; the error ``expected`` where it names none."""
+    return Discriminator(tell, custom_error_type="form", custom_error_message=expected)
+
+
+def kind_of(value: object) -> str | None:
+    """The ``type`` of an object, as the client names it."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
 def _schema_form(value: object) -> str | None:
     return "a string" if isinstance(value, str) else "an object" if isinstance(value, dict) else None
 
@@ -53,27 +64,26 @@ def _prompt_form(value: object) -> str | None:
     return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
 
 
-def _forms(tell: Callable[[object], str | None], expected: str) -> Discriminator:
-    """The form that ``tell`` names; an error where it names none."""
-    return Discriminator(tell, custom_error_type="form", custom_error_message=f"Input should be {expected}")
-
-
 NOT_TEXT = "is not text; this server takes no images, audio or files"
 
 
-def one_of(tags: Mapping[str, str], expected: str, of_text: str | None = None) -> Discriminator:
+def one_of(
+    tags: Mapping[str | None, str],
+    expected: str = "",
+    *,
+    of_text: str | None = None,
+    other: str | None = None,
+) -> Discriminator:
     """Choose the class of an object by its ``type``.
 
-    tags: the tag of each type. expected: the error for any other type. of_text: the tag of a string.
+    tags: the tag of each type, and of None, no type. of_text: the tag of a string. other: the tag of any
+    other type; None: ``expected`` is its error.
     """
 
     def tell(value: object) -> str | None:
-        if isinstance(value, str):
-            return of_text
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return tags.get(kind) if isinstance(kind, str) else None
+        return of_text if of_text and isinstance(value, str) else tags.get(kind_of(value), other)
 
-    return Discriminator(tell, custom_error_type="form", custom_error_message=expected)
+    return told(tell, expected)
 
 
 def _few(value: object) -> object:
@@ -87,19 +97,28 @@ Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], Be
 Stops = Annotated[
     Annotated[Stop, Tag("a string")]
     | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],
-    _forms(_stop_form, "a string or a list of strings"),
+    told(_stop_form, "Input should be a string or a list of strings"),
 ]
+_T = TypeVar("_T")
+TextOr = Annotated[
+    Annotated[Text, Tag("a string")] | Annotated[list[_T], Field(fail_fast=True), Tag("a list")],
+    Discriminator(form),
+]
+"""A text, or a list of parts of this kind."""
 Words = Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS)]
 Schema = Annotated[
     Annotated[Text, Tag("a string")] | Annotated[JsonObject, Tag("an object")],
-    _forms(_schema_form, "a JSON Schema: an object, or its text"),
+    told(_schema_form, "Input should be a JSON Schema: an object, or its text"),
 ]
 Prompts = Annotated[
     Annotated[Text, Tag("a string")]
     | Annotated[TokenIds, Tag("a list of ids")]
     | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of strings")]
     | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("a list of lists")],
-    _forms(_prompt_form, "a string, a list of strings, a list of token ids or a list of such lists"),
+    told(
+        _prompt_form,
+        "Input should be a string, a list of strings, a list of token ids or a list of such lists",
+    ),
 ]
 
 

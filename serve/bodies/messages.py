@@ -1,15 +1,15 @@
 """Bodies of /v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES, Effort, Thinking
-from serve.bodies.custom_tools import OtherTool, tool_kind
-from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, bounds, form
+from serve.bodies.custom_tools import OtherTool
+from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, TextOr, bounds, kind_of, one_of, told
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName
 
@@ -56,24 +56,20 @@ class _LeftOut(Body):
 
 def _written(value: object) -> str | None:
     """The tag of a block that may stand in any message; None for another block."""
-    kind = tool_kind(value)
+    kind = kind_of(value)
     if kind == "document":  # other sources are ids of files
         source = value.get("source") if isinstance(value, dict) else None
-        return "a document" if source is None or tool_kind(source) == "text" else None
+        return "a document" if source is None or kind_of(source) == "text" else None
     return {"text": "a text", "search_result": "a result", "tool_reference": "another block"}.get(kind or "")
 
 
 def _any_block(value: object) -> str | None:
-    kind = tool_kind(value) or ""
+    kind = kind_of(value) or ""
     own = {"thinking": "a thought", "tool_use": "a call", "tool_result": "a result of a call"}
     if kind in own:
         return own[kind]
     ran = kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result")
     return "another block" if ran or kind == "redacted_thinking" else _written(value)
-
-
-def _kinds(tell: Callable[[object], str | None]) -> Discriminator:
-    return Discriminator(tell, custom_error_type="form", custom_error_message=NOT_TEXT)
 
 
 _Written = (
@@ -82,11 +78,7 @@ _Written = (
     | Annotated[_DocumentBlock, Tag("a document")]
     | Annotated[_LeftOut, Tag("another block")]
 )
-_Texts = Annotated[
-    Annotated[Text, Tag("a string")]
-    | Annotated[list[Annotated[_Written, _kinds(_written)]], Field(fail_fast=True), Tag("a list")],
-    Discriminator(form),
-]
+_Texts = TextOr[Annotated[_Written, told(_written, NOT_TEXT)]]
 
 
 class _ThinkingBlock(Body):
@@ -113,16 +105,13 @@ _Block = Annotated[
     | Annotated[_ThinkingBlock, Tag("a thought")]
     | Annotated[_ToolUseBlock, Tag("a call")]
     | Annotated[_ToolResultBlock, Tag("a result of a call")],
-    _kinds(_any_block),
+    told(_any_block, NOT_TEXT),
 ]
 
 
 class _Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[Text, Tag("a string")] | Annotated[list[_Block], Field(fail_fast=True), Tag("a list")],
-        Discriminator(form),
-    ]
+    content: TextOr[_Block]
 
     def turns(self) -> Iterator[JsonObject]:
         """The chat route's messages for this message: results of tools become messages before other text."""
@@ -162,7 +151,7 @@ class _Tool(Body):
 
 _ToolItem = Annotated[
     Annotated[_Tool, Tag("a tool")] | Annotated[OtherTool, Tag("another tool")],
-    Discriminator(lambda value: "a tool" if tool_kind(value) in (None, "custom") else "another tool"),
+    one_of({None: "a tool", "custom": "a tool"}, other="another tool"),
 ]
 
 

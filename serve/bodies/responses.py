@@ -8,8 +8,8 @@ from pydantic_core import to_json
 
 from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES, RefusalPart, Switches
-from serve.bodies.custom_tools import CHOICES, PICKS, OtherTool, tool_form
-from serve.bodies.fields import NOT_TEXT, Body, Name, Text, bounds, form, one_of
+from serve.bodies.custom_tools import CHOICES, PICKS, TOOLS, OtherTool
+from serve.bodies.fields import NOT_TEXT, Body, Name, Text, TextOr, bounds, form, one_of
 from serve.bodies.schema import CallBody, ChatBody
 from serve.bodies.tools import FunctionName
 
@@ -27,10 +27,7 @@ _AnyPart = Annotated[
     Annotated[_Part, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
     one_of({**dict.fromkeys(_TEXTS, "a text"), "refusal": "a refusal"}, NOT_TEXT),
 ]
-_Content = Annotated[
-    Annotated[Text, Tag("a string")] | Annotated[list[_AnyPart], Field(fail_fast=True), Tag("a list")],
-    Discriminator(form),
-]
+_Content = TextOr[_AnyPart]
 
 
 class _MessageItem(Body):
@@ -122,8 +119,8 @@ _LEFT_OUT = (
     "web_search_call",
 )
 _OWN = ("local_shell_call", "shell_call", "apply_patch_call")
-_KINDS = {
-    "message": "a message",
+_KINDS: dict[str | None, str] = {
+    **dict.fromkeys((None, "message"), "a message"),
     "function_call": "a call",
     "custom_tool_call": "a custom call",
     **dict.fromkeys(_OWN, "an own call"),
@@ -135,13 +132,6 @@ _KINDS = {
 }
 
 
-def _kind(value: object) -> str | None:
-    if not isinstance(value, dict):
-        return "a message"
-    kind = value.get("type") or "message"
-    return _KINDS.get(kind) if isinstance(kind, str) else None
-
-
 _Item = Annotated[
     Annotated[_MessageItem, Tag("a message")]
     | Annotated[_CallItem, Tag("a call")]
@@ -151,11 +141,10 @@ _Item = Annotated[
     | Annotated[_OwnResultItem, Tag("an own result")]
     | Annotated[_ReasoningItem, Tag("a thought")]
     | Annotated[_LeftOutItem, Tag("another item")],
-    Discriminator(
-        _kind,
-        custom_error_type="form",
-        custom_error_message="is none of message, function_call, function_call_output, custom_tool_call, "
-        "custom_tool_call_output and reasoning; nothing is stored here that could be referred to",
+    one_of(
+        _KINDS,
+        "is none of message, function_call, function_call_output, custom_tool_call, custom_tool_call_output "
+        "and reasoning; nothing is stored here that could be referred to",
     ),
 ]
 
@@ -208,7 +197,7 @@ _ToolItem = Annotated[
     Annotated[_Tool, Tag("a function")]
     | Annotated[_CustomTool, Tag("a custom tool")]
     | Annotated[OtherTool, Tag("another tool")],
-    Discriminator(tool_form),
+    TOOLS,
 ]
 
 
@@ -265,7 +254,7 @@ class ResponsesBody(CallBody, Switches):
             | Annotated[_Named, Tag("a function")]
             | Annotated[_Named, Tag("a custom tool")]
             | Annotated[_Allowed, Tag("some tools")],
-            one_of(PICKS, CHOICES, "a string"),
+            one_of(PICKS, CHOICES, of_text="a string"),
         ]
         | None
     ) = None

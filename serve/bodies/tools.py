@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from mtp_jax import JsonObject, Tool, ToolUse
 from serve.bodies.fields import Body, Text
@@ -51,15 +51,7 @@ class NamedChoice(Body):
     function: Named
 
 
-def _choice_form(value: object) -> str:
-    return "a string" if isinstance(value, str) else "an object"
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("a string")]
-    | Annotated[NamedChoice, Tag("an object")],
-    Discriminator(_choice_form),
-]
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 class CalledFunction(Body):

@@ -1,20 +1,16 @@
 """Servers of these tests compile what serves anything, and no more behind a test's back."""
 
-import shutil
-
 import pytest
 
 from mtp_jax.decode.keys import Key
 from mtp_jax.engine.engine import Engine
-from tests import golden, tiny_tokenizer
+from tests import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """A golden checkpoint with a tokenizer."""
-    path = tmp_path_factory.mktemp("llm") / "model"
-    shutil.copytree(golden.model_dir("rigged"), path)
-    return tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"])
+    return tiny_tokenizer.model(tmp_path_factory.mktemp("llm") / "model")
 
 
 @pytest.fixture(autouse=True)

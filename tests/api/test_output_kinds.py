@@ -1,7 +1,6 @@
 """What an iterator of outputs gives: all so far, what is new, or the end alone."""
 
 import asyncio
-import shutil
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -19,9 +18,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=2, logp
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kinds") / "model"
-    shutil.copytree(golden.model_dir("rigged"), folder)
-    tiny_tokenizer.write(folder, golden.raw_config("rigged")["vocab_size"])
+    folder = tiny_tokenizer.model(tmp_path_factory.mktemp("kinds") / "model")
     return LLM(folder, max_num_seqs=2, max_model_len=96, page_size=16, prefill_chunk=16, simulate=RATES)
 
 

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import jsonschema
 import pytest
 
 from mtp_jax import LLM, RequestError, SamplingParams, StructuredOutput, Tokenizer
-from tests import golden, tiny_tokenizer
+from tests import tiny_tokenizer
 from tests.models import RATES
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 240, "page_size": 16, "prefill_chunk": 16, "simulate": RATES}
@@ -26,9 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=200, structured=StructuredOutp
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    path = tmp_path_factory.mktemp("structured") / "model"
-    shutil.copytree(golden.model_dir("rigged"), path)
-    return LLM(tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"]), **SIZES)
+    return LLM(tiny_tokenizer.model(tmp_path_factory.mktemp("structured") / "model"), **SIZES)
 
 
 def test_greedy_is_valid_and_the_same_without_speculation(llm):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,11 +50,10 @@ def test_a_file_that_cannot_be_written_is_found_before_the_model_is_read(
 @pytest.fixture
 def with_text(tmp_path):
     """A small model with a tokenizer whose tokens are of one or two bytes."""
-    folder = tmp_path / "model"
-    shutil.copytree(golden.model_dir("rigged"), folder)
+    folder = tiny_tokenizer.model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
-    return tiny_tokenizer.write(folder, golden.raw_config("rigged")["vocab_size"])
+    return folder
 
 
 def test_bits_per_byte_are_those_of_the_log_probabilities(with_text):

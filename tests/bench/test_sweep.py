@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mtp_jax.bench import report, sweep
-from mtp_jax.bench.latency import Percentiles, Summary, Timeline, over_rounds, row
+from mtp_jax.bench.latency import Percentiles, Summary, Timeline, median_of, row
 from mtp_jax.bench.report import Report
 from mtp_jax.bench.subject import load as load_model
 from mtp_jax.commands import cli
@@ -70,7 +70,7 @@ def test_latencies_of_a_timeline():
     assert summary.itl == Percentiles(1.0, 1.0, 1.0, 1.0, 4)
     runs = [Summary.of([line], seconds) for seconds in (8.0, 4.0, 2.0, 16.0)]
     assert row(runs)[0] == "0.9"  # the median of 5/8, 5/4, 5/2 and 5/16
-    assert over_rounds(runs, "ttft", "p50") == 2.0
+    assert median_of(runs, "ttft", "p50") == 2.0
 
 
 @pytest.mark.slow

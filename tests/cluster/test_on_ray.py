@@ -3,7 +3,6 @@
 import collections
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 import pytest
 
-from tests import golden, tiny_tokenizer
+from tests import tiny_tokenizer
 from tests.cluster.processes import command, of_ray, wait_for
 
 pytest.importorskip("ray")
@@ -31,9 +30,7 @@ START = 1200  # seconds: a cluster, and engines that compile
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("on_ray") / "tiny"
-    shutil.copytree(golden.model_dir("rigged"), path)
-    return tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"])
+    return tiny_tokenizer.model(tmp_path_factory.mktemp("on_ray") / "tiny")
 
 
 @pytest.fixture

@@ -29,9 +29,7 @@ GREEDY = EXPECTED["greedy_ids"].tolist()
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A golden checkpoint with a tokenizer."""
-    path = tmp_path_factory.mktemp("cli") / "model"
-    shutil.copytree(golden.model_dir("rigged"), path)
-    return tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"])
+    return tiny_tokenizer.model(tmp_path_factory.mktemp("cli") / "model")
 
 
 @pytest.fixture(scope="module")

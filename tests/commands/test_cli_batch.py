@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 
 import pytest
 
@@ -26,9 +25,7 @@ BODY = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A golden checkpoint with a tokenizer."""
-    path = tmp_path_factory.mktemp("batch") / "rigged"
-    shutil.copytree(golden.model_dir("rigged"), path)
-    return tiny_tokenizer.write(path, golden.raw_config("rigged")["vocab_size"])
+    return tiny_tokenizer.model(tmp_path_factory.mktemp("batch") / "rigged")
 
 
 def line(name, **changed):

@@ -1,4 +1,6 @@
-"""Compilations that a test causes, and cache rows that nothing may read."""
+"""Compilations that a test causes, cache rows that nothing may read, and drafters that lie."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,26 +8,37 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
+from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.suffix import SuffixPages
 from mtp_jax.decode.state import DrafterState, Slots, State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Status
 
 
+def leaking(kind: Any) -> Any:
+    """A drafter that says of its drafts that a quarter of their law lies outside of its own vocabulary."""
+
+    class Leaking(kind):
+        def propose(self, *given: Any) -> tuple[Drafts, DrafterState]:
+            drafts, own = super().propose(*given)
+            return drafts.replace(probs=0.75 * drafts.probs), own
+
+    return Leaking
+
+
 @pytest.fixture
 def compilations():
     """The names of compilation events since the fixture began."""
     seen: list[str] = []
-    recording = True
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         del duration_secs
-        if recording and "/compile/" in event:
+        if "/compile/" in event:
             seen.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield seen
-    recording = False
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def rows_in_use(engine: Engine, slots: Slots) -> np.ndarray:

@@ -50,6 +50,7 @@ class Case:
         rows: slots of each option.
         page: cache rows of each slot.
         cfg: the model.
+        kept: drafts per slot that a step verifies, the likeliest; None: all.
     """
 
     drafter: Drafter
@@ -57,6 +58,7 @@ class Case:
     rows: int = 2500
     page: int = 16
     cfg: ModelConfig = CFG
+    kept: int | None = None
 
 
 PLAIN = Case(build(CFG))
@@ -150,7 +152,9 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH), case)
     state, first = begin(weights, state, chunk)
     columns, counts = [np.asarray(first.packed)[:, :1]], []
-    step = Step(Model(case.cfg, ON), case.drafter, StepKey(slots, DEPTH, 1, mode))
+    key, ranked = StepKey(slots, DEPTH, 1, mode, kept=case.kept), case.kept is not None
+    step = Step(Model(case.cfg, ON), case.drafter, key, margins=ranked)
+    estimate = jnp.ones((len(Source), DEPTH, 2)) if ranked else None
     whole, *halves = (jax.jit(f, donate_argnums=1) for f in (step, step.draft, step.verify))
     for _ in range(LENGTH - 1):
         if grammar:
@@ -161,7 +165,7 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
             window = jnp.concatenate([newest, drafts.tokens], axis=1)
             state, result = halves[1](weights, state, drafts, allowed(window))
         else:
-            state, result = whole(weights, state)
+            state, result = whole(weights, state, None, None, estimate)
         packed = np.asarray(result.packed)
         columns.append(packed[:, : DEPTH + 1])
         extra = packed[:, DEPTH + 1 :]
@@ -234,10 +238,14 @@ def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
 
 
 def p_values(
-    drafter: Drafter, cfg: ModelConfig, verifier: str = "rejection", grammar: bool = False
+    drafter: Drafter,
+    cfg: ModelConfig,
+    verifier: str = "rejection",
+    grammar: bool = False,
+    kept: int | None = None,
 ) -> list[float]:
     """Chi-square of whole sampled steps against the exact law, for each of ``OPTIONS``."""
-    case = Case(drafter, rows=1500, cfg=cfg)
+    case = Case(drafter, rows=1500, cfg=cfg, kept=kept)
     got = emitted("sampled", verifier, grammar, case)
     assert (got.tokens >= 0).all()
     assert got.accepted.sum() > 0.2 * got.drafted.sum() > 0

@@ -91,6 +91,7 @@ class Stub:
         nothing: dict[str, Any] = {
             "logprobs": None,
             "prompt": None,
+            "margins": None,
             "tokens": np.zeros((1, 0)),
             "parents": None,
         }

@@ -20,7 +20,8 @@ class Device(Simulated):
     def __init__(self, config: EngineConfig, language: Language | None = None, shards: int = 1) -> None:
         pages, size = config.pages_per_shard(shards), config.page_size
         language = language or Language(TINY.vocab_size, (0.5,) * config.num_speculative_tokens)
-        super().__init__(language, slots=config.max_num_seqs, pages=pages, page_size=size, shards=shards)
+        sizes = {"slots": config.max_num_seqs, "pages": pages, "page_size": size, "shards": shards}
+        super().__init__(language, **sizes, margins=config.adaptive_verification)
         self.log: list[str] = []
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:

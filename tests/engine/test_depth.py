@@ -147,11 +147,15 @@ def test_a_tree_is_chosen_where_it_pays(seconds, depth):
 
 def test_trees_that_have_not_run_count_as_chains():
     found = Yield(12, DepthPolicy(), 3)
-    assert found.tokens(12, {12: 1}) == found.tokens(3, {12: 1}) == pytest.approx(1 + 0.7 + 0.49 + 0.343)
+    assert (
+        found.tokens(key(12), {12: 1})
+        == found.tokens(key(3), {12: 1})
+        == pytest.approx(1 + 0.7 + 0.49 + 0.343)
+    )
     for _ in range(3000):
-        found.add(12, [12], [(12, 2, 3)])
-    assert found.tokens(12, {12: 1}) == pytest.approx(3, abs=0.01)
-    assert found.tokens(3, {12: 1}) == pytest.approx(1 + 0.7 + 0.49 + 0.343, abs=0.01)
+        found.add((12, 12), [12], [(12, 2, 3)])
+    assert found.tokens(key(12), {12: 1}) == pytest.approx(3, abs=0.01)
+    assert found.tokens(key(3), {12: 1}) == pytest.approx(1 + 0.7 + 0.49 + 0.343, abs=0.01)
 
 
 def test_rows_count_with_the_depth_they_ask_for():
@@ -168,29 +172,29 @@ def test_tokens_that_are_cut_off_do_not_count():
 def test_a_step_for_a_row_that_had_ended_counts_as_cut_off():
     found = Yield(3, DepthPolicy())
     for _ in range(1000):
-        found.add(3, [3, 3], [(3, 3, 4), (0, 0, 0)])
-    assert found.tokens(3, {3: 1}) == pytest.approx(2, abs=0.1)
-    assert found.tokens(0, {3: 1}) == 1
+        found.add((3, 3), [3, 3], [(3, 3, 4), (0, 0, 0)])
+    assert found.tokens(key(3), {3: 1}) == pytest.approx(2, abs=0.1)
+    assert found.tokens(key(0), {3: 1}) == 1
 
 
 def test_unlucky_drafts_do_not_count_as_cut_off():
     found = Yield(3, DepthPolicy())
     for _ in range(3000):
-        found.add(3, [3], [(3, 0, 1)])
+        found.add((3, 3), [3], [(3, 0, 1)])
     for _ in range(3000):
-        found.add(1, [3], [(1, 1, 2)])
-    assert found.tokens(3, {3: 1}) == pytest.approx(1 + 1 + 0.7 + 0.49, abs=0.05)
+        found.add((1, 1), [3], [(1, 1, 2)])
+    assert found.tokens(key(3), {3: 1}) == pytest.approx(1 + 1 + 0.7 + 0.49, abs=0.05)
 
 
 def test_acceptance_is_by_position_and_fades_to_the_prior():
     found = Yield(3, DepthPolicy())
     for _ in range(3000):
-        found.add(3, [3, 3, 1, 0], [(3, 3, 4), (3, 1, 2), (1, 0, 1), (0, 0, 1)])
+        found.add((3, 3), [3, 3, 1, 0], [(3, 3, 4), (3, 1, 2), (1, 0, 1), (0, 0, 1)])
     # Position 1: two of three. Position 2: one of the two that got there. Position 3: the one that did.
-    assert [found.tokens(d, {3: 1}) for d in range(4)] == pytest.approx([1, 5 / 3, 2, 7 / 3], abs=0.02)
+    assert [found.tokens(key(d), {3: 1}) for d in range(4)] == pytest.approx([1, 5 / 3, 2, 7 / 3], abs=0.02)
     for _ in range(3000):
-        found.add(0, [3], [(0, 0, 1)])
-    assert found.tokens(3, {3: 1}) == pytest.approx(1 + 0.7 + 0.49 + 0.343, abs=0.02)
+        found.add((0, 0), [3], [(0, 0, 1)])
+    assert found.tokens(key(3), {3: 1}) == pytest.approx(1 + 0.7 + 0.49 + 0.343, abs=0.02)
 
 
 def test_a_slow_spell_of_the_machine_changes_no_cost():
@@ -201,7 +205,7 @@ def test_a_slow_spell_of_the_machine_changes_no_cost():
     for depth, steps in ((3, 60), (0, 20)):
         for _ in range(steps):
             controller.learn(key(depth), 2 * (1.0, 0, 0, 1.5)[depth], [3], [(depth, depth, depth + 1)])
-    assert (book.seconds(0), book.seconds(3)) == pytest.approx((2.0, 3.0))
+    assert (book.seconds((0, 0)), book.seconds((3, 3))) == pytest.approx((2.0, 3.0))
 
 
 def test_a_depth_that_is_hardly_better_does_not_replace_the_incumbent():
@@ -244,7 +248,7 @@ def test_the_first_steps_after_another_depth_are_not_measured():
     for _ in range(30):
         for depth, seconds in ((3, 1.5),) * 4 + ((0, 1.9), (0, 1.7), (0, 1.0), (0, 1.0)):
             controller.learn(key(depth), seconds, [3], [(depth, depth, depth + 1)])
-    assert controller.costs(key(0)).seconds(0) == pytest.approx(1.0)
+    assert controller.costs(key(0)).seconds((0, 0)) == pytest.approx(1.0)
 
 
 def test_a_deeper_step_may_need_a_program_with_more_pages():
@@ -269,7 +273,7 @@ def test_steps_that_take_prompts_along_have_books_of_their_own():
     assert price == pytest.approx(1.0, abs=0.05)
     assert controller.choose(plain, [3]).depth == 0
     assert controller.choose(mixed, [3], price).depth == 0
-    assert controller.costs(mixed[0]).seconds(0) == pytest.approx(6.0)
+    assert controller.costs(mixed[0]).seconds((0, 0)) == pytest.approx(6.0)
     # Tokens per second would have it otherwise: four in 9.5 seconds rather than one in 6.
     controller.costs(mixed[0]).incumbent = None
     assert controller.choose(mixed, [3]).depth == 3
@@ -323,7 +327,7 @@ def test_costs_that_were_forgotten_are_measured_anew_by_the_next_steps():
         controller.learn(key(depth), 1.0 + depth / 3, [3], [(depth, depth, depth + 1)])
         chosen.append(depth)
     assert chosen == [3] * 4 + [1] * 4 + [0] * 4 + [3] * 2
-    assert controller.costs(key(0)).seconds(0) == pytest.approx(1.0)
+    assert controller.costs(key(0)).seconds((0, 0)) == pytest.approx(1.0)
 
 
 def by_turns(seed: int, *, beside: float = 1.0, forget: bool = False, requests: int = 12) -> float:
@@ -418,7 +422,7 @@ def test_warm_up_measures_every_depth():
     engine.prepare([request])
     steps = [k for k in engine.runner.keys if isinstance(k, StepKey) and k.slots]
     assert {k.depth for k in steps} == {0, 3}
-    assert all(engine.depth.costs(k).seconds(depth) > 0 for k in steps for depth in (0, 1, 3))
+    assert all(engine.depth.costs(k).seconds((depth, depth)) > 0 for k in steps for depth in (0, 1, 3))
     # So the speed-up is known from the first request.
     assert engine.stats().realised_speedup is None
     engine.submit(request)

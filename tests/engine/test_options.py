@@ -125,7 +125,8 @@ def test_engine_config(name, wrong, allowed):
     [
         ({"num_speculative_tokens": 5}, "num_speculative_tokens = 5, but tree = '4x3x12' has 12 drafts"),
         ({"verifier": "block"}, "verifier = 'block' verifies chains"),
-        ({"synthetic_acceptance": 2.5}, "synthetic_acceptance keeps drafts of chains"),
+        ({"synthetic_acceptance": 2.5}, "synthetic_acceptance is for chains"),
+        ({"adaptive_verification": True}, "adaptive_verification is for chains"),
         ({"tree": "4by3"}, "expected TOPKxSTEPSxNODES"),
     ],
 )

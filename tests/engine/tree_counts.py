@@ -43,9 +43,8 @@ def main() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "_moved", counted)
         for temperature in (0.0, 0.8):
-            print(
-                f"\n| temperature {temperature:g} | tokens per step | nodes per accepted draft | rows moved per draft |"
-            )
+            figures = "tokens per step | nodes per accepted draft | rows moved per accepted draft"
+            print(f"\n| temperature {temperature:g} | {figures} |")
             print("| --- | ---: | ---: | ---: |")
             for depth in CHAINS:
                 llm = LLM(num_speculative_tokens=depth, verifier="coupled")

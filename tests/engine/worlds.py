@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, adaptive_depths
+from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, Way, adaptive_depths
 
 MOST = 3
 DEPTHS = adaptive_depths(MOST)
@@ -35,16 +35,22 @@ SEEDS = range(7)
 
 @dataclass(frozen=True)
 class Key:
-    """A step's program. ``chunk``: prompt tokens that it takes along."""
+    """A step's program. ``chunk``: prompt tokens that it takes along. kept: see ``StepKey``."""
 
     slots: int
     depth: int
     chunk: int = 0
+    kept: int | None = None
 
     @property
     def bucket(self) -> "Key":
         """The same work, whatever its number of drafts."""
-        return replace(self, depth=0)
+        return replace(self, depth=0, kept=None)
+
+    @property
+    def way(self) -> Way:
+        """Drafts made and drafts verified for each slot."""
+        return self.depth, self.depth if self.kept is None else self.kept
 
 
 class Controller(Protocol):

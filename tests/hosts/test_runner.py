@@ -43,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 PLAIN = StepKey(4, 3, 1, SamplingMode())
 CHUNKED = StepKey(4, 3, 1, SamplingMode(), tokens=2, prompts=1)
 STRUCTURED = StepKey(4, 3, 1, SamplingMode(structured=True))
+RANKED = StepKey(4, 3, 1, SamplingMode(), kept=1)
 DRAFTS = np.arange(12).reshape(4, 3)
 
 
@@ -163,6 +164,7 @@ LAUNCHES: tuple[Launch[Any], ...] = (
     Step(PLAIN),
     Step(CHUNKED, _chunk()),
     Step(STRUCTURED),
+    Step(RANKED, estimate=np.arange(12, dtype=np.float32).reshape(2, 3, 2)),
     Draft(DraftKey(2, 1), 1),
     ReadPages(1, (3, 2)),
     WritePages(1, (3,), (np.ones((1, 2), np.float32), np.zeros((1, 4), np.uint16))),
@@ -186,8 +188,8 @@ def test_every_operation_is_repeated_in_order(pair):
         seen.append(None if drafts is None else drafts.tolist())
         return np.full((4, 4, 600), 2**32 - 1 - len(seen), np.uint32)
 
-    runner.compile([PLAIN, CHUNKED, STRUCTURED, DraftKey(2, 1)], lambda i, n: seen.append((i, n)))
-    assert seen == [(i, 4) for i in range(1, 5)]
+    runner.compile([PLAIN, CHUNKED, STRUCTURED, RANKED, DraftKey(2, 1)], lambda i, n: seen.append((i, n)))
+    assert seen == [(i, 5) for i in range(1, 6)]
     seen.clear()
     pending = [runner.do(launch, masks) for launch in LAUNCHES]
     assert seen == [None, DRAFTS.tolist()]
@@ -195,7 +197,7 @@ def test_every_operation_is_repeated_in_order(pair):
     pair.finish()
     assert pair.there.log == pair.here.log
     assert len(pair.here.log) == len(LAUNCHES) + 2
-    assert pair.there.keys == pair.here.keys == [PLAIN, CHUNKED, STRUCTURED, DraftKey(2, 1)]
+    assert pair.there.keys == pair.here.keys == [PLAIN, CHUNKED, STRUCTURED, RANKED, DraftKey(2, 1)]
     assert pair.ends.empty()
 
 

@@ -9,6 +9,7 @@ from kernels_pallas.checking.registry import cases
 from kernels_pallas.index_scores import api, mosaic_gpu, reference
 from kernels_pallas.index_scores.cases import case, inputs, shapes
 from kernels_pallas.index_scores.index_rows import pack, unpack
+from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import Window, chain
 from tests.kernels.interpreter import interpret, notices, without
 
@@ -55,8 +56,8 @@ def test_the_kernel_is_told_what_a_mask_says(kind):
 
 @pytest.mark.parametrize(("blocks", "tiles"), [(1, 1), (1, 2048), (40, 192), (600, 64)])
 def test_splits_leave_each_some_tiles(blocks, tiles):
-    assert 1 <= api.choose_splits(blocks, tiles) <= min(tiles, 132)
-    assert api.choose_splits(1, 2048) > 64
+    assert 1 <= choose_splits(blocks, tiles, api.SPLIT_COST) <= min(tiles, 132)
+    assert choose_splits(1, 2048, api.SPLIT_COST) > 64
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mtp_jax.model import moe
 from mtp_jax.model.backend import xla, xla_cpu
 from mtp_jax.model.experts import cpu as cpu_experts
 from mtp_jax.model.experts import cpu_router
+from mtp_jax.model.experts.plain import rule_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Mlp, Moe
 from tests.compiling import AS_FOR_USERS
@@ -212,13 +213,11 @@ def test_router(name, shift):
 def test_choice_by_comparisons(name, counts):
     """The same ids and weights as by ``top_k``: of few values, so that many scores are equal."""
     rng, cfg = np.random.default_rng(9), replace(TINY, **{"n_routed_experts": 16, **ROUTERS[name]})
-    given = cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob
-    rule = Rule(*given, cfg.routed_scaling_factor)
     logits = rng.integers(-2, 3, size=(40, 16)).astype(np.float32)
     bias = (rng.integers(-1, 2, size=16) / 8).astype(np.float32)
     counted = rng.random(40) < 0.7 if counts else None
     ways = (cpu_router.choose, reference.choose)
-    got, want = (jax.jit(way, static_argnums=2)(logits, bias, rule, counted) for way in ways)
+    got, want = (jax.jit(way, static_argnums=2)(logits, bias, rule_of(cfg), counted) for way in ways)
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
 

@@ -1,7 +1,6 @@
 """Experts in several slots, placed anew while serving: the tokens stay, and nothing is compiled."""
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from mtp_jax.model.expert_slots import moe_layers, move, slots_of, with_slots
 from mtp_jax.model.params import Moe, Params, param_specs
 from mtp_jax.model.placement import copies_of, first_placement
 from mtp_jax.model.sharding import make_mesh, param_sharding
+from tests.decode.helpers import compilations as compilations
 from tests.models import (
     GREEDY,
     TINY,
@@ -74,21 +74,6 @@ def check(requests: list[Request]) -> None:
         want = told.speculate(r.prompt, TOKENS, 2)
         assert (r.progress.output, accepted(r)) == (want.ids, want.accepted)
         assert sum(want.accepted) > 0
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[str]]:
-    """The names of compilation events."""
-    seen: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        del duration_secs
-        if "/compile/" in event:
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def experts_of(engine: Engine) -> balance.ExpertStats:

@@ -52,11 +52,14 @@ class History:
             num_pages=most + r.choice([0, 1, most]),
             host_cache_gib=r.choice([8, 64, 512]) * (2 * size + 1) * 8 / 2**30 if tier else 0.0,
         )
+        ranked = self.config.adaptive_depth and depth > 1 and slots > 1 and seed % 3 == 0
+        self.config = replace(self.config, adaptive_verification=ranked)
         ends = r.choice([0.0, 0.02])
         self.language = Language(VOCAB, rates, seed, None, (EOS,), ends, frozenset({BROKEN}))
         self.languages = {"0": self.language}
         pages = self.config.pages_per_shard(self.shards)
-        self.device = Watched(self.language, slots=slots, pages=pages, page_size=size, shards=self.shards)
+        sizes = {"slots": slots, "pages": pages, "page_size": size, "shards": self.shards}
+        self.device = Watched(self.language, **sizes, margins=ranked)
         self.device.any_depth = seed % 2 == 0
         self.engine = Engine(CFG, self.config, self.device, grammars)
         # Measured time must decide nothing: a seed is one history.

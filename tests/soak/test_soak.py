@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from mtp_jax.errors import MtpJaxError
-from tests import golden, tiny_tokenizer
+from tests import tiny_tokenizer
 from tests.soak import run as soak
 from tests.soak.__main__ import main
 from tests.soak.answers import Got, faults
@@ -209,9 +208,7 @@ def test_a_server_that_has_ended_is_told_with_its_log():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_soak_without_faults(tmp_path):
-    model = tmp_path / "rigged"
-    shutil.copytree(golden.model_dir("rigged"), model)
-    tiny_tokenizer.write(model, golden.raw_config("rigged")["vocab_size"])
+    model = tiny_tokenizer.model(tmp_path / "rigged")
     sizes = "--max-model-len 512 --page-size 16 --prefill-chunk 64 --max-num-seqs 4 --num-pages 40"
     out = tmp_path / "out.json"
     command = ["--model", str(model), "--minutes", "0.5", "--rate", "5", "--json", str(out)]

@@ -64,7 +64,12 @@ def test_near_copies_of_held_out_files_are_dropped() -> None:
 
 
 def recipe(folder: Path, *text: Source, packages: tuple[Package, ...] = ()) -> Recipe:
-    return Recipe(folder / "c", folder / "t", (Stage(1, 8, 1, text=text),), packages=packages)
+    return Recipe(
+        model_config=folder / "c",
+        tokenizer=folder / "t",
+        stages=(Stage(1, 8, 1, text=text),),
+        packages=packages,
+    )
 
 
 def test_a_recipe_and_its_folder_come_together(folder: Path) -> None:

@@ -190,7 +190,7 @@ def test_micro_batches_are_one_batch(config: ModelConfig, params: Params, recipe
     tokens = jax.random.randint(jax.random.key(5), (4, 14), 0, config.vocab_size)
     found = []
     for stage in (Stage(1, 12, 4, 1, 1), Stage(1, 12, 2, 2, 1)):
-        optimizer = make_optimizer(recipe)
+        optimizer = make_optimizer(recipe, recipe.total_steps)
         own = jax.tree.map(jnp.copy, params)
         state = step.TrainState(own, optimizer.init(cast(Any, own)))
         advance = step.make_step(recipe, stage, config, optimizer)

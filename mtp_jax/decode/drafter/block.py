@@ -23,11 +23,12 @@ from mtp_jax.model.params import Params, type_of
 
 
 class _Made(struct.PyTreeNode):
-    """Drafts so far: the newest token and the drafts, their distributions, the logits behind them."""
+    """Drafts so far: the newest token and the drafts, their distributions, logits and margins."""
 
     tokens: Int[Array, "B W"]
     probs: Float[Array, "B K V"] | None
     logits: Float[Array, "B K V"] | None
+    margins: Float[Array, "B K"] | None
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,15 @@ class Block:
                 return a if a is None else jax.lax.dynamic_update_slice_in_dim(a, new[:, None], at, axis=1)
 
             tokens, probs = put(made.tokens, token, k + 1), put(made.probs, q, k)
-            return _Made(tokens, probs, put(made.logits, chosen_by, k))
+            margins = put(made.margins, rules.margin(chosen_by), k)
+            return _Made(tokens, probs, put(made.logits, chosen_by, k), margins)
 
-        made = on.repeated(0, depth, rules.wanted, draft, _Made(tokens, probs, kept))
+        margins = jnp.zeros((len(tokens), depth), jnp.float32) if rules.margins else None
+        made = on.repeated(0, depth, rules.wanted, draft, _Made(tokens, probs, kept, margins))
         count = jnp.full_like(s.length, rules.wanted)
         source = jnp.full_like(count, Source.NEXTN)
-        return Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs), own
+        drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)
+        return drafts, own
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Write the keys and values of these tokens."""

@@ -31,7 +31,8 @@ class Nothing:
         tokens = jnp.zeros((len(s.length), rules.depth), jnp.int32)
         probs = None if rules.drafting is None else jnp.zeros((*tokens.shape, self.vocab), jnp.float32)
         none = jnp.zeros_like(s.length)
-        return Drafts(tokens, none, none, None, probs), own
+        margins = jnp.zeros(tokens.shape, jnp.float32) if rules.margins else None
+        return Drafts(tokens, none, none, None, probs, margins=margins), own
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Nothing to remember."""

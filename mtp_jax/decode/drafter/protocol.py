@@ -33,6 +33,8 @@ class Drafts(struct.PyTreeNode):
         probs: the distribution of each draft, given the drafts before it; None in greedy steps.
         parents: the node of the window's tree that each draft follows, an earlier one (``tree``), padding
             too; None: a chain, in which each draft follows the one before it.
+        margins: how sure the drafter was of each draft before it drew it (``DraftRules.margin``); None
+            unless the rules ask for it.
     """
 
     tokens: Int[Array, "B K"]
@@ -41,6 +43,7 @@ class Drafts(struct.PyTreeNode):
     logits: Float[Array, "B K V"] | None
     probs: Float[Array, "B K V"] | None
     parents: Int[Array, "B K"] | None = None
+    margins: Float[Array, "B K"] | None = None
 
     @property
     def lineage(self) -> Int[Array, "B W"] | None:

@@ -120,7 +120,7 @@ class Recursive:
         made = on.repeated(unlike, depth, rules.wanted, passes.draft, made)
         count = jnp.full_like(s.length, rules.wanted)
         source = jnp.full_like(count, Source.NEXTN)
-        drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs)
+        drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)
         return drafts, own.replace(pages=own.pages.replace(cache=made.cache))
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
@@ -183,7 +183,7 @@ class _Made(struct.PyTreeNode):
         tokens: the newest token and the drafts; 0 where no pass has drafted.
         z: outputs of the last layer that ran, of the rows that the next one merges.
         cache: every layer's entries.
-        probs, logits: distributions of the drafts; None unless the rules ask for them.
+        probs, logits, margins: see ``Drafts``; None unless the rules ask for them.
         choice: rows for sparse attention.
     """
 
@@ -192,6 +192,7 @@ class _Made(struct.PyTreeNode):
     cache: tuple[LayerCache, ...]
     probs: Float[Array, "B K V"] | None
     logits: Float[Array, "B K V"] | None
+    margins: Float[Array, "B K"] | None
     choice: Choice = ()
 
 
@@ -218,7 +219,8 @@ class _Passes:
         tokens = jnp.pad(self.s.newest[:, None], ((0, 0), (0, rules.depth)))
         scores = jnp.zeros((len(tokens), rules.depth, self.module.trunk.vocab_size), jnp.float32)
         probs, logits = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
-        return _Made(tokens, self.pending[:, :1], cache, probs, logits)
+        margins = jnp.zeros((len(tokens), rules.depth), jnp.float32) if rules.margins else None
+        return _Made(tokens, self.pending[:, :1], cache, probs, logits, margins)
 
     def draft(self, k: Int[Array, ""] | int, made: _Made) -> _Made:
         """Draft ``k``, from 0. It is an array only where all passes run one layer over one row per slot."""
@@ -247,6 +249,7 @@ class _Passes:
             tuple(cache),
             put(made.probs, q, k),
             put(made.logits, logits, k),
+            put(made.margins, self.rules.margin(logits), k),
             found if self.share else (),
         )
 

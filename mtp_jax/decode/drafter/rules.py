@@ -36,6 +36,7 @@ class DraftRules(struct.PyTreeNode):
         drafting: None for steps in which every row is greedy.
         coupled: draw with the numbers that ``verify.coupled`` draws the target's tokens with.
         logits: whether the logits behind the drafts are handed on.
+        margins: whether margins are handed on.
     """
 
     depth: int = struct.field(pytree_node=False)
@@ -44,6 +45,15 @@ class DraftRules(struct.PyTreeNode):
     drafting: Drafting | None = struct.field(pytree_node=False, default=None)
     coupled: bool = struct.field(pytree_node=False, default=False)
     logits: bool = struct.field(pytree_node=False, default=False)
+    margins: bool = struct.field(pytree_node=False, default=False)
+
+    def margin(self, logits: Float[Array, "B V"]) -> Float[Array, " B"] | None:
+        """The gap between the two highest logits; None unless margins are handed on."""
+        if not self.margins:
+            return None
+        best = argmax(logits)
+        others = jnp.where(jnp.arange(logits.shape[-1]) == best[:, None], -jnp.inf, logits)
+        return jnp.max(logits, axis=-1) - jnp.max(others, axis=-1)
 
     @jax.named_scope("draft_sample")
     def draw(

@@ -78,6 +78,8 @@ class Suffix:
             found = continuation(tokens, s.length, end, rules.depth)
             use = s.suffix & s.active & (matched >= self.shortest) & permits(rules.allowed, found)
             drafts = _replaced(drafts, use, found, rules.wanted)
+            if drafts.margins is not None:  # the longer the match, the surer its drafts
+                drafts = drafts.replace(margins=jnp.where(use[:, None], matched[:, None], drafts.margins))
         return drafts, _with_others(own, after)
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ from kernels_pallas.index_scores import api as index_scores
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_low_rank import api as mla_low_rank
 from kernels_pallas.mla_prefill import api as mla_prefill
-from kernels_pallas.quantised import Quantised
 from kernels_pallas.top_k import api as top_k
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
@@ -58,7 +58,7 @@ class HopperLatent(Latent):
         q = None if a.q_a is None else on.linear(x, a.q_a, summed=False)
         kv, reader = on.linear(x, a.kv_a, summed=False), Reader(a.q_b, "out")
         # A launch writes the rows of one part.
-        one = len(views) == 1 and on.takes(reader, e4m3.dtype_of(x))
+        one = len(views) == 1 and views[0].packing is None and on.takes(reader, e4m3.dtype_of(x))
         if one and q is not None and isinstance(cache, LayerCache) and self._norms_low_rank(q, kv, a, cache):
             low, entries, cache = self._low_rank(a, cfg, q, kv, angles, cache, views[0])
         else:
@@ -73,9 +73,10 @@ class HopperLatent(Latent):
         elif isinstance(source, Paged) and source.form == "naive":
             whole, heads_last = jnp.concatenate([q.nope, q.rope], axis=-1), w.v.swapaxes(1, 2)
             if self.on.runs("attention", mla_prefill.check, whole, q.nope, q.rope, heads_last):
-                rows, _ = source.read(q.nope.dtype)
-                options: dict[str, Any] = {"scale": scale, "implementation": "mosaic_gpu"}
-                return mla_prefill.mla_prefill(whole, rows, w.k, w.v, source.view.visible, **options)
+                (rows, _), seen = source.read(q.nope.dtype), source.view.visible
+                return mla_prefill.mla_prefill(
+                    whole, rows, w.k, w.v, seen, scale=scale, implementation="mosaic_gpu"
+                )
         elif isinstance(source, Paged):
             view = source.view
             where = source.cache.rows, view.page_table, view.visible
@@ -93,8 +94,10 @@ class HopperLatent(Latent):
         if keys is None or "attention" not in self.on.kernels or not can(index_scores.check, q.q, keys):
             return super().scores(q, source)
         assert isinstance(source, Paged)
-        where = source.view.page_table, source.view.visible
-        return index_scores.index_scores(q.q, q.weights, keys, *where, implementation="mosaic_gpu")
+        view = source.view
+        return index_scores.index_scores(
+            q.q, q.weights, keys, view.page_table, view.visible, implementation="mosaic_gpu"
+        )
 
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
         """The chosen rows, by a kernel that does not sort."""
@@ -112,8 +115,9 @@ class HopperLatent(Latent):
         inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k)
         if not self.on.runs("attention", mla_decode.check, inward, q.rope, pages):
             return None
-        options: dict[str, Any] = {"in_place": True, "implementation": "mosaic_gpu"}
-        mixed = mla_decode.mla_decode(inward, q.rope, pages, table, visible, scale=scale, **options)
+        mixed = mla_decode.mla_decode(
+            inward, q.rope, pages, table, visible, scale=scale, in_place=True, implementation="mosaic_gpu"
+        )
         return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
 
     def _norms_low_rank(self, q: Array, kv: Array, a: Attention, cache: LayerCache) -> bool:
@@ -137,12 +141,9 @@ class HopperLatent(Latent):
         fp8 = cache.fp8
 
         def local(q, kv, q_norm, kv_norm, angles, pages, view):
-            where = (pages, view.page_table, view.written)
-            options: dict[str, Any] = {"eps": LOW_RANK_EPS, "interleaved": cfg.rope_interleave}
-            low, out = mla_low_rank.mla_low_rank(
-                q, kv, q_norm, kv_norm, angles, *where, **options, implementation="mosaic_gpu"
-            )
-            return (low.values, low.scale), out
+            kernel = partial(mla_low_rank.mla_low_rank, eps=LOW_RANK_EPS, interleaved=cfg.rope_interleave)
+            where = view.page_table, view.written
+            return kernel(q, kv, q_norm, kv_norm, angles, pages, *where, implementation="mosaic_gpu")
 
         slots, weight = partition("slots"), partition()
         parts = (partition(None, "slots") if x.ndim == 4 else slots for x in (q, kv))
@@ -151,7 +152,7 @@ class HopperLatent(Latent):
         with jax.named_scope("cache_write"):
             cos_sin = angles[..., 0, :], angles[..., 1, :]
             low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.rows, view)
-        rows = HopperRows(q.shape[-3:], None, Quantised(*low))
+        rows = HopperRows(q.shape[-3:], None, low)
         return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
 
 

@@ -15,7 +15,7 @@ from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.params import Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import Operand
-from mtp_jax.model.products.hopper import HopperProducts, check_experts
+from mtp_jax.model.products.hopper import HopperProducts, can, check_experts
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HopperExperts(Experts):
         counted: Bool[Array, " T"] | None = None,
     ) -> Routing:
         """The choice by a kernel that also counts the choices of each expert."""
-        if "experts" not in self.on.kernels or not router.can_choose(logits.shape[1], rule):
+        if "experts" not in self.on.kernels or not can(router.check, logits.shape[1], rule):
             return super().choose_experts(logits, bias, rule, counted)
         choice = router.choose(logits, bias, rule, counted, implementation="mosaic_gpu")
         return Routing(choice.ids, choice.weights, choice.counts)

@@ -28,7 +28,7 @@ class Experts:
 
     Attributes:
         on: computes the products.
-        way: "dense", which is the reference, or "sparse"; on a mesh experts always run in parallel.
+        way: "dense", which is the reference and has derivatives, or "sparse".
         exchange: the exchange between data shards; None: each shard gathers all rows.
     """
 
@@ -73,11 +73,9 @@ class Experts:
         counts: Bool[Array, "B W"] | None,
     ) -> Routing:
         """Sigmoid scores; groups, then experts, chosen by corrected score (arXiv 2412.19437, eqs. 12-16)."""
-        given = cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob
-        rule = Rule(*given, cfg.routed_scaling_factor)
         with jax.named_scope("moe_route"):
             counted = None if counts is None else counts.reshape(-1)
-            return self.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, rule, counted)
+            return self.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, rule_of(cfg), counted)
 
     def choose_experts(
         self,
@@ -196,12 +194,22 @@ class Experts:
 
     def _own_experts(self, p: Moe, x: Operand, r: Routing, shards: int | None = None) -> Float[Array, "T D"]:
         first = jax.lax.axis_index(("data", "model")) * p.down.shape[0]
-        return self.routed(p.gate_up, p.down, x.flat(), r, shards or self._mesh.size, first)
+        rows = x.flat()
+        if self.way == "dense" and not isinstance(rows, Quantised):
+            return moe.dense(p.gate_up, p.down, rows, Routing(r.ids - first, r.weights), self.on.product)
+        return self.routed(p.gate_up, p.down, rows, r, shards or self._mesh.size, first)
 
     @property
     def _mesh(self) -> Mesh:
         assert self.on.mesh is not None, "one device has nothing to exchange"
         return self.on.mesh
+
+
+def rule_of(cfg: ModelConfig) -> Rule:
+    """The rule by which a model's rows choose experts."""
+    return Rule(
+        cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob, cfg.routed_scaling_factor
+    )
 
 
 def _in_slots(p: Moe, r: Routing, first: Int[Array, ""] | int) -> Routing:

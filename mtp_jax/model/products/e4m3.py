@@ -47,7 +47,8 @@ class Operand:
         """The PartitionSpec of each array. inner: logical axis of the features."""
         if self.scale is None:
             return Operand(partition("slots", None, inner))  # pyright: ignore[reportArgumentType]
-        return Operand(*of_rows(inner))
+        rows = of_rows(inner)
+        return Operand(rows.values, rows.scale)
 
     def flat(self) -> Float[Array, "T D"] | Quantised:
         """The rows along one axis, as kernels take them."""
@@ -97,9 +98,10 @@ def operand(x: Any) -> Operand:
     return Operand(plain(x))
 
 
-def of_rows(inner: str | None = None) -> tuple[Any, Any]:
-    """The PartitionSpecs of quantised rows: by slots, and perhaps by features."""
-    return partition("slots", inner), partition(inner, "slots")
+def of_rows(inner: str | None = None) -> Any:
+    """The PartitionSpecs of ``Quantised`` rows, which are split by slots and perhaps by features."""
+    specs: Any = partition("slots", inner), partition(inner, "slots")
+    return Quantised(specs[0], specs[1])
 
 
 def arrays(w: Any) -> tuple[Any, Any]:

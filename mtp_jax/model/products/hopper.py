@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
-from kernels_pallas.quantised import Quantised
 from kernels_pallas.rms_norm import api as norms
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.layers import rms_norm
@@ -69,15 +68,14 @@ class HopperProducts(Products):
         """Whether a kernel computes this reader from rows in e4m3. dtype: dtype of the rows before."""
         x = jax.ShapeDtypeStruct((1, 1), dtype)
         if isinstance(reader, Moe):
-            experts = reader.gate_up, reader.down
-            return all(isinstance(w, Fp8) for w in experts) and self.runs(
-                "experts", check_experts, x, *experts
-            )
+            gate_up, down = reader.gate_up, reader.down
+            narrow = isinstance(gate_up, Fp8) and isinstance(down, Fp8)
+            return narrow and self.runs("experts", check_experts, x, gate_up, down)
         if isinstance(reader, Mlp):
             both = reader.gate_up, reader.down
             parts = [e4m3.part(w.values, self.mesh, None, "mlp") for w in both if isinstance(w, Fp8)]
-            kernel = "linear", fp8_matmul.check, x
-            return len(parts) == 2 and all(self.runs(*kernel, part, fp8_matmul.BLOCK) for part in parts)
+            check, block = fp8_matmul.check, fp8_matmul.BLOCK
+            return len(parts) == 2 and all(self.runs("linear", check, x, part, block) for part in parts)
         if reader is None or not isinstance(reader.weight, Fp8):
             return False
         values = e4m3.part(reader.weight.values, self.mesh, *e4m3.axes_of(reader.weight, reader.split))
@@ -111,18 +109,17 @@ class HopperProducts(Products):
                 plain=also_plain,
                 implementation="mosaic_gpu",
             )
-            rows: Any = normed.quantised
             own = given[0].shape[-3:]
             whole = [a.reshape(own) for a in (normed.total, normed.plain) if a is not None]
-            return whole, (rows.values, rows.scale)
+            return whole, normed.quantised
 
         slots = partition("slots")
         given = [partition(None, "slots") if a.ndim == 4 else slots for a in (x, *added)]
         out = [slots] * (bool(added) + also_plain), e4m3.of_rows()
         with jax.named_scope("norm"):
             whole, rows = sharded(local, self.mesh, (partition(), *given), out)(weight, x, *added)
-        quantised = HopperRows(shape, whole[-1] if also_plain else None, Quantised(*rows))
-        return Stream(whole[0] if added else x, ()), quantised
+        normed = HopperRows(shape, whole[-1] if also_plain else None, rows)
+        return Stream(whole[0] if added else x, ()), normed
 
     def add(self, x: Any, *outs: Float[Array, "..."]) -> Stream:
         """Keep results beside the stream, for the next norm to sum and to add."""
@@ -148,11 +145,10 @@ class HopperProducts(Products):
             rows = x.reshape(-1, *x.shape[2:])
             # In the absorbed form a product gives them head by head, which spares a transpose.
             given = rows.swapaxes(0, 1) if absorbed else rows
-            rows = norms.quantise(given, blocks_first=absorbed, implementation="mosaic_gpu")
-            return rows.values, rows.scale
+            return norms.quantise(given, blocks_first=absorbed, implementation="mosaic_gpu")
 
         rows = sharded(local, self.mesh, (partition("slots", None, "heads"),), e4m3.of_rows("heads"))(x)
-        return HopperRows(wide, None, Quantised(*rows))
+        return HopperRows(wide, None, rows)
 
     # Products
 
@@ -191,8 +187,9 @@ class HopperProducts(Products):
         given, (slots, *wide), mesh = e4m3.operand(x), x.shape, self.mesh
 
         def local(x, gate_up, down):
-            weights = gate_up.values, down.values, gate_up.scale, down.scale
-            y = fp8_matmul.fp8_mlp(x.flat(), *weights, implementation="mosaic_gpu")
+            y = fp8_matmul.fp8_mlp(
+                x.flat(), gate_up.values, down.values, gate_up.scale, down.scale, implementation="mosaic_gpu"
+            )
             y = y[:rows].reshape(-1, *wide)
             return y if mesh is None else jax.lax.psum(y, "model")
 

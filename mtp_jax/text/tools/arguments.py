@@ -11,17 +11,18 @@ from mtp_jax.text.tools.rules import Rules, one_of
 from mtp_jax.text.tools.tool import Tool
 
 _BITS = 64  # of a rule's parameter in llguidance
-# Keywords about all arguments together, which rules for each of them cannot keep to.
+# Keywords that relate several arguments: rules for single arguments cannot enforce such a keyword.
 _TOGETHER = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "enum", "const", "$ref")) | {
     "minProperties", "maxProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
     "dependencies", "dependentRequired", "dependentSchemas", "nullable",
 }  # fmt: skip
 _DEFINITIONS = ("$defs", "definitions")
-_SAID = frozenset(("title", "description", "default", "examples", "deprecated"))  # of a value, to the model
+# Keywords that only describe a value.
+_SAID = frozenset(("title", "description", "default", "examples", "deprecated"))
 
 
 def free(form: Format, rules: Rules) -> str:
-    """Any object."""
+    """The rule for arguments that need not fit a schema: any object."""
     if form.parameter is None:
         return "json_object"
     pair = Tags(form.parameter, rules)
@@ -30,10 +31,9 @@ def free(form: Format, rules: Rules) -> str:
 
 
 def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:
-    """Objects that a tool's schema allows; if it is strict, without keys that the schema does not name.
+    """The rule for arguments that a tool's schema allows; a strict tool allows only keys that it names.
 
-    name: the name of a rule that does not exist yet. Raises RequestError for a schema that the format cannot
-    keep to.
+    name: a name for a new rule. Raises RequestError for a schema that rules of this format cannot enforce.
     """
     schema = tool.parameters
     together = sorted(_TOGETHER & schema.keys())
@@ -52,14 +52,14 @@ def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:
 
 
 class _Held:
-    """The arguments of one tool, each by itself, in any order."""
+    """Rules for the arguments of one tool, a rule for each argument, in any order."""
 
     def __init__(self, pair: Pair, rules: Rules, tool: Tool) -> None:
         self._pair, self._rules, self._tool, self._whole = pair, rules, tool, tool.parameters
         self._values: dict[str, str | None] = {}
 
     def write(self, name: str) -> str:
-        """Write a rule whose parameter has a bit for each argument, set once it is there; its users."""
+        """Write a rule whose parameter has a bit for each argument that is there. Returns the first rules."""
         others = False if self._tool.strict else self._whole.get("additionalProperties", True)
         required = list(dict.fromkeys(self._whole.get("required", ())))
         if len(required) > _BITS:
@@ -96,7 +96,7 @@ class _Held:
         return one_of(first)
 
     def _value(self, key: str, schema: object) -> str | None:
-        """A rule for the value; None where its schema allows none."""
+        """The rule for an argument's value; None where the schema allows no value."""
         if isinstance(schema, Mapping):
             schema = {name: value for name, value in schema.items() if name not in _SAID}
         same = json.dumps(schema)
@@ -114,7 +114,7 @@ class _Held:
         return self._rules.json({**own, **self._definitions(schema)})
 
     def _definitions(self, schema: object) -> dict[str, JsonObject]:
-        """Parts that a schema refers to, directly or through other parts, counted."""
+        """Definitions that a schema refers to, directly or through other definitions; each is charged."""
         found: dict[str, JsonObject] = {}
         waiting = [schema]
         while waiting:
@@ -128,7 +128,7 @@ class _Held:
 
 
 def _references(schema: object) -> Iterator[tuple[str, str]]:
-    """The definitions that a schema names."""
+    """The place and the name of each definition that a schema refers to."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()

@@ -1,4 +1,4 @@
-"""Conversations with tools, as a chat template takes them, whether it knows tools or not."""
+"""Conversations with tools, in the form that a chat template takes, be it made for tools or not."""
 
 import json
 from collections.abc import Sequence
@@ -30,9 +30,10 @@ class _Object(JsonObject):
 def for_template(
     template: str, form: Format, messages: Sequence[_Message], tools: Sequence[_Message] | None
 ) -> list[_Message]:
-    """Messages that a template can render, whether it speaks of tools or not.
+    """Messages that a chat template can render, also a template that is not made for tools.
 
-    template: its source. tools: as in OpenAI's API. messages: as there, arguments of calls as JSON text.
+    template: source of the template. messages, tools: in the form of OpenAI's API, where the arguments of a
+    call are JSON text.
     """
     found = list(messages)
     if "tool_calls" not in template:
@@ -43,7 +44,7 @@ def for_template(
 
 
 def with_objects(message: _Message) -> _Message:
-    """A message whose calls have arguments that a template can take as an object, or as their text."""
+    """A message whose calls have arguments that a template can take as an object, or as JSON text."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -54,7 +55,7 @@ def with_objects(message: _Message) -> _Message:
 
 
 def written(form: Format, calls: Sequence[tuple[str, str]]) -> str:
-    """Calls, names with arguments as JSON text, as a model of this format writes them."""
+    """The text of calls in this format. calls: the name of each, and its arguments as JSON text."""
     texts = []
     for index, (name, arguments) in enumerate(calls):
         head = form.head.replace(NAME, form.prefix + name).replace(INDEX, str(index))
@@ -83,7 +84,7 @@ def _calls(message: _Message) -> list[tuple[str, str]]:
 
 
 def _without_calls(form: Format, message: _Message) -> _Message:
-    """Calls and their results as text of the assistant and of the user."""
+    """A message in which calls are text of the assistant, and results are text of the user."""
     text = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
@@ -95,7 +96,7 @@ def _without_calls(form: Format, message: _Message) -> _Message:
 
 
 def _with_list(form: Format, messages: list[_Message], tools: Sequence[_Message]) -> list[_Message]:
-    """The tools in the system message, which is the first."""
+    """Messages with a list of the tools in the system message, which is the first."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     example = written(form, [("NAME", '{"PARAMETER": "VALUE"}')])
     text = f"You may call these functions, given as JSON:\n{listed}\n\nTo call one, write:\n{example}"

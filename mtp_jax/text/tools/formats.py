@@ -1,8 +1,8 @@
-"""How families of models write calls of tools: each family's syntax, declared once.
+"""The syntax in which each family of models writes calls of tools.
 
-The grammar (``grammar.py``), the parser (``parser.py``) and the renderer (``conversation.py``) are made of
-it. Its texts say how a call is written. A *gap* in a text is a place where a model may write other white
-space, or none: a line break with the white space around it, or ``GAP``, where nothing is written.
+The grammar (``grammar.py``), the parser (``parser.py``) and the renderer (``conversation.py``) are derived
+from it. A *gap* in a text of a format is a place where a model may write other white space, or none: a line
+break with the white space around it, or ``GAP``, where the renderer writes nothing.
 """
 
 import re
@@ -16,7 +16,7 @@ NAME, INDEX, STRING = "{name}", "{index}", "{string}"
 """Places in a text: a tool's name, a call's number, whether a value is text ("true" or "false")."""
 
 NAMES = r"[A-Za-z0-9_.\-]+"
-"""Names of tools, as an expression."""
+"""The regular expression of a tool's name."""
 
 _GAP = rf"[ \t]*[\n{GAP}][ \t\n{GAP}]*"
 _PARTS = re.compile(rf"({_GAP}|{'|'.join(map(re.escape, (NAME, INDEX, STRING)))})")
@@ -24,11 +24,13 @@ _PARTS = re.compile(rf"({_GAP}|{'|'.join(map(re.escape, (NAME, INDEX, STRING)))}
 
 @dataclass(frozen=True)
 class Parameter:
-    """How one argument is written, where each is written by itself: texts around its key and its value.
+    """The syntax of one argument, in a format that writes each argument by itself.
 
     Attributes:
-        before_key, before_value, end: the value is text or JSON, as it stands between the last two.
-        between: stands between two arguments.
+        before_key: text before the key.
+        before_value: text between the key and the value, which is JSON, or text without quotes.
+        end: text behind the value.
+        between: text between two arguments.
     """
 
     before_key: str
@@ -43,15 +45,15 @@ class Format:
 
     Attributes:
         call: opens one call, up to the part that differs between calls.
-        head: text behind it, up to the arguments, with ``NAME`` and perhaps ``INDEX``.
+        head: text between ``call`` and the arguments, with ``NAME`` and perhaps ``INDEX``.
         end: ends a call.
-        prefix: stands before the name, unless a model leaves it out.
-        between: stands between two calls.
-        blocks: open the calls; the first one is written. Empty where each call stands alone.
+        prefix: text before the name, which a model may leave out.
+        between: text between two calls.
+        blocks: tags that open a block of calls; the renderer writes the first. Empty: calls stand alone.
         after_block: text between the tag that opens the block and the first call.
-        before_block_end: stands between the last call and the end of the block.
-        block_ends: end the calls; the first one is written.
-        parameter: None where the arguments are JSON.
+        before_block_end: text between the last call and the tag that ends the block.
+        block_ends: tags that end a block of calls; the renderer writes the first.
+        parameter: syntax of one argument; None: the arguments of a call are one JSON object.
     """
 
     call: str
@@ -67,17 +69,17 @@ class Format:
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """Tags at which text ends and calls begin; some models leave out the one around the block."""
+        """Tags at which text ends and calls begin: some models begin a call without the tag of a block."""
         return (*self.blocks, self.call)
 
     @property
     def head_is_name(self) -> bool:
-        """Whether only the text behind a head tells its end."""
+        """Whether the head is a name alone, so that only the text behind the head shows where it ends."""
         return literals(self.head) == []
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """Tags that end a call or the calls."""
+        """Tags that end a call, or a block of calls."""
         return (*self.block_ends, *(tag for tag in literals(self.end)[-1:] if tag.startswith("<")))
 
 
@@ -93,12 +95,12 @@ def is_gap(part: str) -> bool:
 
 
 def literals(text: str) -> list[str]:
-    """The parts of a text that are always written."""
+    """The parts of a text that a model always writes as they are."""
     return [part for part in parts(text) if not is_gap(part) and part not in (NAME, INDEX, STRING)]
 
 
 def as_written(text: str) -> str:
-    """A text without the marks of gaps where nothing is written."""
+    """A text as the renderer writes it, without ``GAP``."""
     return text.replace(GAP, "")
 
 
@@ -179,14 +181,14 @@ FORMATS = {
 
 
 def format_of(template: str) -> str:
-    """The name of the format that a chat template writes calls in; JSON between tags where it shows none."""
+    """The name of the format in which a chat template writes calls; "json" where it shows no format."""
     found = [name for name, form in FORMATS.items() if any(tag in template for tag in form.opens)]
     # Some families begin a call alike.
     return max(found, key=lambda name: _shown(FORMATS[name], template), default="json")
 
 
 def _shown(form: Format, template: str) -> int:
-    """How many characters of the texts of a format a template holds."""
+    """The number of characters of a format's texts that a template contains."""
     must = form.parameter.before_key if form.parameter else ""
     if form is FORMATS["deepseek_v3"]:  # its tags are V3.1's
         must = "```json"
@@ -201,7 +203,7 @@ def _shown(form: Format, template: str) -> int:
 
 
 def format_named(name: str) -> Format:
-    """Raises RequestError for a name that is none of them."""
+    """The format of this name. Raises RequestError for an unknown name."""
     if name not in FORMATS:
         raise RequestError(f"tool parser {name!r} is unknown; use one of {', '.join(sorted(FORMATS))}")
     return FORMATS[name]

@@ -17,10 +17,11 @@ class Asked:
     """The form of an output that a user asks for.
 
     Attributes:
-        forced: it is a call, whose arguments fit the tool's schema, or ``several``; otherwise it is any text,
-            thoughts and calls in it.
-        thinking: it begins inside a thought, which ends with its tag or with a call.
-        answer: an output that is no call is JSON that fits this schema, rather than text.
+        forced: whether the output is a call whose arguments fit the tool's schema; else it is any text,
+            which may contain thoughts and calls.
+        several: whether the output may have more than one call.
+        thinking: whether the output begins inside a thought, which ends with its tag or with a call.
+        answer: JSON Schema of an output without a call; None: such an output is text.
     """
 
     forced: bool
@@ -30,9 +31,10 @@ class Asked:
 
 
 def call_grammar(form: Format, tools: Sequence[Tool], vocabulary: Vocabulary, asked: Asked) -> str:
-    """The grammar of one output. A call begins as its format says and names a tool; then it is complete.
+    """The grammar of one output, in which a call that begins as its format says names a tool and is complete.
 
-    Raises RequestError for a tool whose schema is none, or one that the format cannot keep to where it must.
+    Raises RequestError for a tool whose schema is no JSON Schema, or must be enforced and cannot be in this
+    format.
     """
     at_once = asked.forced or asked.answer is not None
     return _Output(form, Rules(vocabulary, exact=at_once), asked, at_once).grammar(tools)
@@ -40,7 +42,7 @@ def call_grammar(form: Format, tools: Sequence[Tool], vocabulary: Vocabulary, as
 
 class _Output:
     def __init__(self, form: Format, rules: Rules, asked: Asked, at_once: bool) -> None:
-        """at_once: no text stands before the calls."""
+        """at_once: whether the output begins with a call or the answer, without text before."""
         self._form, self._rules, self._asked, self._at_once = form, rules, asked, at_once
 
     def grammar(self, tools: Sequence[Tool]) -> str:
@@ -53,7 +55,7 @@ class _Output:
         return self._rules.text
 
     def _begun(self, before: str = "") -> str:
-        """Any text that ends in calls. before: rules for the text before it."""
+        """The rule for any text that ends with calls. before: rules for thoughts before the text."""
         return one_of(f"{before} {self._rules.up_to(t)} {self._behind(t)}" for t in self._form.opens)
 
     def _behind(self, tag: str) -> str:
@@ -68,7 +70,7 @@ class _Output:
         return f"{declared(form.after_block + form.call)} call {more} {declared(end)}"
 
     def _from_the_start(self) -> str:
-        """Calls, or an answer, behind the thought that the output begins with."""
+        """The rule for calls, or an answer, behind the thought that the output begins with, if it does."""
         tag, rules = self._form.opens[0], self._rules
         ways = [f"LINES? {rules.literal(tag)} {self._behind(tag)}"]
         if self._asked.answer is not None:
@@ -79,7 +81,7 @@ class _Output:
         return f"{rules.up_to(Tokenizer.CLOSE_THOUGHT)} {one_of(ways)} | {self._begun()}"
 
     def _call(self, tools: Sequence[Tool]) -> str:
-        """A call behind its tag."""
+        """The rule for a call, from the end of its tag on."""
         form, rules = self._form, self._rules
         before, _, after = form.head.partition(NAME)
         ways, unheld = [], []

@@ -1,4 +1,4 @@
-"""The rule of a grammar for one argument of a call: in tags of its own, or as a member of a JSON object."""
+"""Rules for one argument of a call, which stands in tags of its own or is a member of a JSON object."""
 
 import json
 import re
@@ -12,15 +12,16 @@ from mtp_jax.text.tools.text_schema import Texts, terminal, texts
 from mtp_jax.text.tools.values import kinds
 
 AsJson = Callable[[Any, frozenset[str] | None], str]
-"""A rule for JSON that fits a schema, and has one of these types, if some are given."""
+"""The rule for JSON that fits a schema and has one of these types; None: any type."""
 
 
 class Pair(Protocol):
-    """How one argument is written.
+    """The rules for one argument in some notation.
 
     Attributes:
-        key: a terminal, any key: none holds the sign that follows it.
-        between: stands between two arguments; ``around`` before all of them, and behind.
+        key: the terminal of any key; a key never contains the sign that follows keys.
+        between: rules for the text between two arguments.
+        around: rules for the text before the first argument, and behind the last.
     """
 
     key: str
@@ -28,31 +29,34 @@ class Pair(Protocol):
     around: tuple[str, str]
 
     def spelt(self, key: str) -> str:
-        """A key as ``key`` has it."""
+        """The terminal of this key, which ``key`` matches, too."""
         ...
 
     def of_key(self, key: str, value: str) -> str:
-        """The argument of this key. Raises RequestError for a key that cannot be written."""
+        """The rule for an argument with this key. Raises RequestError for a key that cannot be written."""
         ...
 
     def of_any_key(self, terminal: str, value: str) -> str:
-        """Any argument whose key is this terminal."""
+        """The rule for an argument whose key matches this terminal."""
         ...
 
     def value(self, schema: object, whole: object, as_json: AsJson) -> str | None:
-        """A value that fits a schema, with its end; None where there is none. whole: for references."""
+        """The rule for a value that fits a schema, and for its end; None where no value fits.
+
+        whole: the schema in which references are looked up.
+        """
         ...
 
 
 class Member:
-    """``"key": value`` of an object of JSON."""
+    """The notation of a JSON object: ``"key": value``."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules, self.key = rules, r'/"[^"\\\x00-\x1f]*"/'
         self.around, self.between = ('"{" INDENT?', 'INDENT? "}"'), 'INDENT? "," INDENT?'
 
     def spelt(self, key: str) -> str:
-        """Quoted."""
+        """The terminal of the key as a JSON string."""
         return json.dumps(json.dumps(key, ensure_ascii=False))
 
     def of_key(self, key: str, value: str) -> str:
@@ -69,19 +73,19 @@ class Member:
 
 
 class Tags:
-    """A key and a value in tags, the value text or JSON as it is."""
+    """The notation in tags around a key and a value, which is JSON, or text without quotes."""
 
     def __init__(self, parameter: Parameter, rules: Rules) -> None:
         self._rules, self._before = rules, rules.declared(parameter.before_key)
         self._after_key, *self._before_value = parts(parameter.before_value)
         self._stop = literals(parameter.end)[0]
         self._end = rules.declared(parameter.end.removeprefix(self._stop))
-        self._says_what = STRING in self._before_value  # whether a value is text
+        self._says_what = STRING in self._before_value  # whether a tag tells text from JSON
         self.around, self.between = ("", ""), rules.declared(parameter.between)
         self.key = f"/[^{self._after_key[0]}]+/"
 
     def spelt(self, key: str) -> str:
-        """Unchanged."""
+        """The terminal of the key as it is."""
         return json.dumps(key)
 
     def of_key(self, key: str, value: str) -> str:
@@ -106,15 +110,15 @@ class Tags:
         return one_of(f"{self._says(is_text)} {way}" for is_text, way in ways.items()) if ways else None
 
     def any_value(self) -> str:
-        """Any value."""
+        """The rule for any value."""
         return self.value({}, {}, lambda schema, kinds: "json_value") or ""
 
     def _says(self, is_text: str) -> str:
-        """The text between a key and a value."""
+        """The rule for the text between a key and a value."""
         return " ".join(self._rules.declared(part.replace(STRING, is_text)) for part in self._before_value)
 
     def _text(self, allowed: Texts, others: frozenset[str]) -> str:
-        """Text that an allowed string fits, beside values of other types, with its end."""
+        """The rule for the text of a string and for its end, where a value may have further types, too."""
         if () in allowed:
             return self._rules.up_to(self._stop)
         wrong = [t for each in allowed for t in each if t.startswith('"') and self._stop in json.loads(t)]

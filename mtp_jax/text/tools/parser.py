@@ -13,14 +13,14 @@ _PIECE = 4096  # characters of a long text that are read at a time
 
 
 class ToolParser:
-    """Takes text with its special tokens. One object per completion.
+    """Splits the text of one completion, which includes special tokens, into parts.
 
-    A head that breaks is text. So is the text behind a call that breaks after its head, which has no end. A
-    head, a key or a tag that the end of the text cuts is shown to nobody.
+    A head that leaves its format is text. A call that leaves its format behind the head has no ``CallEnd``,
+    and the text from there on is text. A head, a key or a tag that the end of the text cuts is in no part.
     """
 
     def __init__(self, form: Format, tools: Mapping[str, JsonMapping] | None = None) -> None:
-        """tools: the JSON Schema of each tool's arguments; it says which values are text."""
+        """tools: the JSON Schema of each tool's arguments, by name; it decides which values are text."""
         self._form, self._tools = form, tools or {}
         self._held, self._index, self._given, self._in_block = "", -1, 0, False
         self._schema: JsonMapping = {}  # of the call's arguments
@@ -32,13 +32,13 @@ class ToolParser:
     def push(self, text: str) -> list[Part]:
         """Take text; return the parts known now."""
         parts: list[Part] = []
-        for i in range(0, len(text), _PIECE):  # each piece leaves a rest, which is copied
+        for i in range(0, len(text), _PIECE):  # the rest of a piece is copied, so pieces are short
             self._held += text[i : i + _PIECE]
             parts += self._run(final=False)
         return parts
 
     def flush(self) -> list[Part]:
-        """Parts that were held back, at the end of the text."""
+        """End the text; return the parts that were held back."""
         parts = self._run(final=True)
         if self._step == self._in_value and (text := self._value.cut()):
             parts.append(CallArguments(self._index, text))
@@ -69,7 +69,7 @@ class ToolParser:
 
     def _outside(self, final: bool) -> bool:
         form = self._form
-        closes = form.closes if self._index >= 0 else ()  # they are left over from a call that broke
+        closes = form.closes if self._index >= 0 else ()  # ends of a call that left its format
         at, tag = first((*form.opens, *closes), self._held)
         self._text(len(self._held) if final and not tag and not is_markup(self._held[at:]) else at)
         if tag in closes:
@@ -79,7 +79,7 @@ class ToolParser:
         return bool(tag)
 
     def _head(self, final: bool) -> bool:
-        """The beginning of a block or a call."""
+        """Read the beginning of a block or a call."""
         form, start = self._form, 0
         for block in form.blocks:
             if self._held.startswith(block):
@@ -107,7 +107,7 @@ class ToolParser:
         return True
 
     def _arguments(self, final: bool) -> bool:
-        """Arguments in JSON."""
+        """Read arguments in JSON."""
         if not self._json.begun:
             self._held = self._held.lstrip()
         length, ended = self._json.scan(self._held)
@@ -119,7 +119,7 @@ class ToolParser:
         return ended
 
     def _ending(self, final: bool) -> bool:
-        """The end of a call."""
+        """Read the end of a call."""
         found = match(GAP + self._form.end, self._held)
         if found:
             self._take(found.length)
@@ -128,7 +128,7 @@ class ToolParser:
         return bool(found) or (found.length < 0 and self._text_again())
 
     def _parameters(self, final: bool) -> bool:
-        """An argument, or the end of a call."""
+        """Read the key of an argument, or the end of a call."""
         form = self._form
         assert form.parameter is not None
         end = match(GAP + form.end, self._held)

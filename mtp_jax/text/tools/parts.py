@@ -21,7 +21,7 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """The next piece of the JSON text of a call's arguments."""
 
     index: int
     text: str
@@ -29,7 +29,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """A call is complete. One that was cut or broken has no end."""
+    """A call is complete. A call that was cut or broken has no ``CallEnd``."""
 
     index: int
 

@@ -11,10 +11,10 @@ from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.tools.formats import INDEX, as_written, is_gap, parts
 
 _TAG = re.compile(r"(<[^<>\s]+>)")
-# White space in a row has a limit, as a model at a loss writes it for ever: templates' own white space in
-# front of calls that must come at once (LINES), between tags two line breaks and a short indent (GAP), in
-# JSON of any form a line break and the indent of 15 levels (SPACE), between arguments that fit a schema the
-# white space of JSON of a schema (INDENT). So has the number of a call.
+# A run of white space has a limit, as a model at a loss writes white space for ever. LINES: before calls that
+# must come at once, as templates write it. GAP: between tags, two line breaks and a short indent. SPACE: in
+# any JSON, a line break and the indent of 15 levels. INDENT: between arguments that fit a schema, as in JSON
+# of a schema. The number of a call has a limit, too.
 _ALWAYS = r"""TEXT: /(.|\n)*/
 GAP: /[ \t\r\n]{1,8}/
 LINES: /\n{1,2}/
@@ -31,13 +31,13 @@ JSON_NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"""
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Parts of which a grammar is made.
+    """A model's special tokens, and the limits of schemas.
 
     Attributes:
-        token: the id of a tag that was added to the vocabulary as a token of its own. No other token may be
-            given by its id: llguidance loses its place where a draft of such a one is not kept.
-        embed: a schema as JSON text, checked.
-        most: characters of schemas.
+        token: the id of a tag that was added to the vocabulary as a token of its own. A grammar may name no
+            other token by its id: llguidance loses its place when a draft of such a token is refused.
+        embed: checks a schema and writes it as JSON text.
+        most: limit of the characters of all schemas.
     """
 
     token: Callable[[str], int | None]
@@ -46,10 +46,10 @@ class Vocabulary:
 
 
 class Rules:
-    """Rules and terminals. There always are TEXT, GAP (white space), json_object and json_value."""
+    """The rules and terminals of a grammar, always with TEXT, GAP (white space), json_object, json_value."""
 
     def __init__(self, vocabulary: Vocabulary, exact: bool) -> None:
-        """exact: white space in the texts of a format must be as they are written."""
+        """exact: whether a model must write gaps as the renderer writes them."""
         self._vocabulary, self._left, self._exact = vocabulary, vocabulary.most, exact
         self._lines, self._names = [_ALWAYS], dict[str, str]()
 
@@ -63,7 +63,7 @@ class Rules:
         self._lines.append(f"{name}: {body}")
 
     def add(self, prefix: str, body: str, options: str = "") -> str:
-        """The name of a rule with this body, or of a terminal if the prefix is upper case."""
+        """Add a rule with this body, or a terminal if the prefix is upper case; return its name."""
         key = f"{prefix}{options}: {body}"
         if key not in self._names:
             self._names[key] = f"{prefix}_{len(self._names)}"
@@ -71,7 +71,7 @@ class Rules:
         return self._names[key]
 
     def charge(self, value: object) -> None:
-        """Count JSON before anything is made of it. Raises RequestError above the most."""
+        """Count the size of JSON, before a rule is made of it. Raises RequestError above the limit."""
         waiting = [value]
         while waiting:
             part = waiting.pop()
@@ -87,21 +87,21 @@ class Rules:
                 waiting += part
 
     def json(self, schema: JsonMapping) -> str:
-        """A rule for JSON that fits a schema, which has been counted. Raises RequestError."""
+        """The rule for JSON that fits a schema, which has been charged. Raises RequestError."""
         return self.add("json", f"%json {self._vocabulary.embed(schema)}")
 
     def token(self, tag: str) -> str | None:
-        """The grammar's notation for a tag that is a special token, no text; None for another tag."""
+        """The grammar's notation for a tag that is a special token; None for a tag that is text."""
         own = self._vocabulary.token(tag)
         return None if own is None else f"<[{own}]>"
 
     def literal(self, text: str) -> str:
-        """A text, its tags as tokens where they are tokens."""
+        """The expression for a text, in which a tag that is a special token is written as that token."""
         found = filter(None, _TAG.split(text))
         return " ".join(self.token(part) or json.dumps(part) for part in found)
 
     def declared(self, text: str) -> str:
-        """A text of a format."""
+        """The expression for a text of a format, with gaps."""
         gap = (lambda part: self.literal(as_written(part))) if self._exact else (lambda _: "GAP?")
         return " ".join(
             gap(part) if is_gap(part) else "NUMBER" if part == INDEX else self.literal(part)
@@ -109,12 +109,12 @@ class Rules:
         )
 
     def then(self, text: str, tag: str) -> str:
-        """This text and a tag."""
+        """The expression for this text and a tag behind it."""
         own = self.token(tag)
         return json.dumps(text + tag) if own is None else f"{json.dumps(text)} {own}" if text else own
 
     def up_to(self, tag: str, terminal: str = "TEXT") -> str:
-        """Text of a terminal, and a tag: it ends as soon as the tag is there, so that no text can hold it."""
+        """The expression for text of a terminal and a tag behind it; the text ends at the first such tag."""
         own = self.token(tag)
         return (
             self.add("up", f"{terminal} {json.dumps(tag)}", "[lazy]") if own is None else f"{terminal} {own}"
@@ -122,5 +122,5 @@ class Rules:
 
 
 def one_of(ways: Iterable[str]) -> str:
-    """Any of these."""
+    """The expression for any one of these alternatives."""
     return f"({' | '.join(ways)})"

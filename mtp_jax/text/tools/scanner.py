@@ -18,11 +18,11 @@ _PLACES = {
 
 @dataclass
 class Found:
-    """The match at the beginning of a text.
+    """The match of a format's text with a text that grows.
 
     Attributes:
-        length: characters of it; 0: the text ends before that is known; -1: another text stands there.
-        groups: texts in the places.
+        length: number of characters that match; 0: more text must come to decide; -1: no match.
+        groups: texts in the places of the format's text.
     """
 
     length: int
@@ -33,7 +33,7 @@ class Found:
 
 
 def match(declared: str, text: str, start: int = 0) -> Found:
-    """Whether a text of a format stands at ``start``."""
+    """The match of a format's text at ``start``."""
     at, groups = start, dict[str, str]()
     for part in parts(declared):
         place = _GAP if is_gap(part) else _PLACES.get(part)
@@ -54,7 +54,7 @@ def match(declared: str, text: str, start: int = 0) -> Found:
 
 
 def first(tags: Sequence[str], text: str) -> tuple[int, str]:
-    """The place of the first of these tags, and the tag; or of one that may begin here, and ""."""
+    """The index of the first of these tags, and the tag. Without one: where a tag may begin, and ""."""
     at, tag = min(((at, t) for t in tags if (at := text.find(t)) >= 0), default=(len(text), ""))
     if not tag:
         at -= max(begun(t, text) for t in tags)
@@ -62,20 +62,20 @@ def first(tags: Sequence[str], text: str) -> tuple[int, str]:
 
 
 def begun(tag: str, text: str) -> int:
-    """How many characters at the end of a text may be the beginning of a tag."""
+    """The number of characters at the end of a text that may be the beginning of a tag."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 def is_markup(text: str) -> bool:
-    """Whether the beginning of a tag is one for sure: a sign alone may be text, with a letter it is none."""
+    """Whether a text that begins as a tag does can only be a tag: signs alone may be text."""
     return any(character.isalnum() for character in text)
 
 
 class Json:
-    """Follows a value of JSON to its end: where its brackets are closed, or, where it is none, at a tag.
+    """Finds the end of a JSON value: the bracket that closes it, or, if the text is no JSON, a tag.
 
     Attributes:
-        begun: whether there is anything of it.
+        begun: whether the value has begun.
     """
 
     def __init__(self, tags: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Json:
         self.begun = False
 
     def scan(self, text: str) -> tuple[int, bool]:
-        """Take text: how much of it belongs to the value, and whether it ends there.
+        """Take text. Returns the number of its characters in the value, and whether the value ends there.
 
         A text that may be the beginning of a tag, or of an escape, is left until more is known.
         """

@@ -1,4 +1,4 @@
-"""Which texts a schema allows, where a model writes strings as they are, without quotes and escapes."""
+"""The texts that a schema allows where a model writes strings without quotes and escapes."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from mtp_jax.text.string_formats import EXPRESSIONS
 from mtp_jax.text.tools.values import Steps, branches_of, listed
 
 Texts = list[tuple[str, ...]]
-"""Alternatives, each of which is terminals of a Lark grammar that a text fits all of; (): any text."""
+"""Alternatives: a text matches all terminals (of a Lark grammar) of at least one; (): any text."""
 
 _ANY: Texts = [()]
 _MOST = 256  # alternatives
@@ -17,9 +17,10 @@ _UNKNOWN = ("not", "if", "then", "else", "contentEncoding", "contentMediaType")
 
 
 def texts(schema: object, whole: object, steps: Steps | None = None, depth: int = 0) -> Texts:
-    """Alternatives; none where the schema allows no string. whole: the schema for references.
+    """The texts that a schema allows; [] where it allows no string.
 
-    Raises RequestError for a schema that cannot be kept to.
+    whole: the schema in which references are looked up. Raises RequestError for a schema that a grammar
+    cannot enforce.
     """
     steps = steps or Steps()
     if schema is False:
@@ -54,14 +55,14 @@ def _constraints(schema: JsonMapping) -> Iterable[str]:
 
 
 def _both(one: Sequence[tuple[str, ...]], other: Sequence[tuple[str, ...]]) -> Texts:
-    """Texts that are in both."""
+    """The texts that both allow."""
     if len(one) * len(other) > _MOST:
         raise RequestError(f"a schema allows strings in more than {_MOST} ways; simplify it")
     return [tuple(dict.fromkeys((*a, *b))) for a in one for b in other]
 
 
 def _search(pattern: str) -> str:
-    """The expression of a text that holds a match."""
+    """The regular expression of a whole text that contains a match of the pattern."""
     before, after = "(?s:.*)", "(?s:.*)"
     if pattern.startswith("^"):
         pattern, before = pattern[1:], ""

@@ -26,7 +26,7 @@ class Tool:
     description: str = ""
 
     def check(self) -> None:
-        """Raises RequestError for a wrong name, and where a schema, or that of a parameter, is none."""
+        """Raise RequestError for a wrong name, and for parameters whose schema is no JSON Schema."""
         if not re.fullmatch(NAMES, self.name):
             raise RequestError(
                 f"the tool {self.name!r:.40}: a name has letters, digits, '_', '-' and '.' alone"
@@ -35,7 +35,7 @@ class Tool:
             if not isinstance(schema, Mapping | bool):
                 raise RequestError(f"{where}: {schema!r:.40} is no JSON Schema; give an object")
             for key, value in schema.items() if isinstance(schema, Mapping) else ():
-                fits, expected = _KEYWORDS.get(key, (_anything, ""))
+                fits, expected = _KEYWORDS.get(key, (lambda _: True, ""))
                 if not fits(value):
                     raise RequestError(f"{where}: {key} = {value!r:.40}; JSON Schema expects {expected}")
 
@@ -44,23 +44,6 @@ class Tool:
         known = self.parameters.get("properties")
         for key, schema in known.items() if isinstance(known, Mapping) else ():
             yield f"the parameter {key!r:.40} of the tool {self.name!r}", schema
-
-
-def _anything(value: object) -> bool:
-    del value
-    return True
-
-
-def _is_string(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _are_strings(value: object) -> bool:
@@ -72,10 +55,14 @@ def _is_length(value: object) -> bool:
 
 
 _KEYWORDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "type": (lambda value: _is_string(value) or _are_strings(value), "a string or a list of strings"),
+    "type": (lambda value: isinstance(value, str) or _are_strings(value), "a string or a list of strings"),
     "required": (_are_strings, "a list of strings"),
-    **dict.fromkeys(("properties", "$defs", "definitions"), (_is_object, "an object")),
-    **dict.fromkeys(("enum", "anyOf", "oneOf", "allOf"), (_is_list, "a list")),
-    **dict.fromkeys(("$ref", "pattern", "format"), (_is_string, "a string")),
+    **dict.fromkeys(
+        ("properties", "$defs", "definitions"), (lambda value: isinstance(value, Mapping), "an object")
+    ),
+    **dict.fromkeys(
+        ("enum", "anyOf", "oneOf", "allOf"), (lambda value: isinstance(value, list | tuple), "a list")
+    ),
+    **dict.fromkeys(("$ref", "pattern", "format"), (lambda value: isinstance(value, str), "a string")),
     **dict.fromkeys(("minLength", "maxLength"), (_is_length, "a length")),
 }

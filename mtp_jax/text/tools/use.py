@@ -43,9 +43,10 @@ class ToolUse:
         name: str | None = None,
         several: bool = True,
     ) -> "ToolUse | None":
-        """None where no tool may be called.
+        """The tools that an output may call; None where it may call no tool.
 
-        form: one of ``FORMATS``. choice: "named" forces a call of the tool ``name``, "required" one of any.
+        form: one of ``FORMATS``. choice: "named" forces a call of the tool ``name``, "required" a call
+        of any tool.
 
         Raises RequestError for a choice that does not go with the tools.
         """
@@ -69,9 +70,9 @@ class ToolUse:
         return ToolParser(self.form, {tool.name: tool.parameters for tool in self.tools})
 
     def structured(self, tokenizer: Tokenizer, answer: StructuredOutput | None) -> StructuredOutput:
-        """The form that the output must have; ``answer`` is its form if it is no call.
+        """The form that the output must have. answer: the form of an output without a call.
 
-        The grammar is written where it is compiled. Raises RequestError, there, too.
+        The grammar is written when it is compiled. Raises RequestError, and so may the compilation.
         """
         schema = None
         if answer is not None and not self.forced:

@@ -1,6 +1,6 @@
-"""Values of arguments that a model writes as they are: which of them are text, and which JSON.
+"""Values of arguments that a model writes without quotes, as text or as JSON.
 
-The text ``5`` may be a number or a string. The schema decides, as far as its types and lists of values tell.
+``5`` may be a number or a string. The schema decides, as far as its types and lists of values tell.
 """
 
 import json
@@ -16,19 +16,19 @@ _NUMBER = frozenset("-+.0123456789eE")
 
 
 class Steps:
-    """Limits of the part of a schema that is followed: parts beyond are taken to allow anything."""
+    """Limits the number and depth of the parts of a schema that are read; a part beyond allows any value."""
 
     def __init__(self) -> None:
         self._left, self._depth = 1000, 32
 
     def take(self, depth: int) -> bool:
-        """Whether one more part may be read, so deep."""
+        """Whether one more part may be read, at this depth."""
         self._left -= 1
         return self._left >= 0 and depth <= self._depth
 
 
 def kind(value: object) -> str:
-    """The type of a value of JSON; a whole number is an "integer"."""
+    """The type of a JSON value; a whole number is an "integer"."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -37,7 +37,7 @@ def kind(value: object) -> str:
 
 
 def kinds(schema: object, whole: object, steps: Steps | None = None, depth: int = 0) -> frozenset[str]:
-    """Types that a schema may allow. whole: the schema for references."""
+    """Types that a schema may allow. whole: the schema in which references are looked up."""
     steps = steps or Steps()
     if schema is False:
         return frozenset()
@@ -88,7 +88,7 @@ def listed(schema: JsonMapping) -> list[object] | None:
 
 
 def branches_of(schema: JsonMapping, whole: object) -> Iterator[tuple[Sequence[object], bool]]:
-    """Further schemas of the same value, and whether it fits all of them, rather than any."""
+    """Groups of further schemas of a value, and whether it must fit all schemas of the group, or any one."""
     if isinstance(reference := schema.get("$ref"), str):
         yield [_referred(reference, whole)], True
     for key in ("anyOf", "oneOf", "allOf"):
@@ -107,7 +107,7 @@ def _referred(reference: str, whole: object) -> object:
 
 
 def as_json(text: str) -> str | None:
-    """JSON in Python's spelling; None for a text that is not JSON."""
+    """The text as Python writes this JSON; None for a text that is not JSON."""
     try:
         return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -115,15 +115,15 @@ def as_json(text: str) -> str | None:
 
 
 def as_string(text: str) -> str:
-    """A string of JSON."""
+    """A text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 class Value:
-    """A value that grows, made JSON. Text is sent while it grows, all else at its end."""
+    """Turns a value that grows into JSON. A string is sent while it grows, any other value at its end."""
 
     def __init__(self, schema: object, whole: object, says: str | None = None) -> None:
-        """says: the model's own mark: "true", it is text; "false", it is JSON; or nothing."""
+        """says: the mark in the model's tag: "true" for text, "false" for JSON; None: there is no mark."""
         self._schema, self._whole, self._says = schema, whole, says
         self._kinds = frozenset({"string"}) if says == "true" else kinds(schema, whole)
         self._held, self._is_text = "", False
@@ -140,13 +140,13 @@ class Value:
         return as_string(self._held)[:-1]
 
     def end(self, text: str) -> str:
-        """Take the rest."""
+        """Take the rest of the value; return the text that may be sent."""
         if self._is_text:
             return as_string(text)[1:]
         return self._read(self._held + text)
 
     def cut(self) -> str:
-        """The rest where the output ends within it: nothing, if the value may be text as well as JSON."""
+        """The text to be sent where the output ends within the value; "" if that may be text or JSON."""
         return "" if self._is_text or "string" in self._kinds else self._held
 
     def _read(self, text: str) -> str:

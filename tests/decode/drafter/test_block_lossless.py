@@ -1,19 +1,15 @@
 """Drafts of blocks, each drawn after the one before it: chi-square of steps, and controls that must fail."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from mtp_jax.decode.drafter.block import Block
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.drafter.protocol import Drafts
-from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.state import DrafterState, Slots
-from mtp_jax.model.backend import Backend
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.config import GqaConfig, ModelConfig
 from mtp_jax.model.head_config import BlockConfig
-from mtp_jax.model.params import Params
+from tests.decode.helpers import leaking
 from tests.decode.law import CFG, V, p_values
 
 LAYERS = ModelConfig(
@@ -40,18 +36,6 @@ def target(head: str) -> ModelConfig:
     return replace(CFG.with_nextn(()), drafter=HEADS[head])
 
 
-@dataclass(frozen=True)
-class Leaking(Block):
-    """Says of its drafts that a quarter of their law lies outside of the candidates."""
-
-    def propose(
-        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
-    ) -> tuple[Drafts, DrafterState]:
-        drafts, own = super().propose(params, own, s, rules, on)
-        assert drafts.probs is not None
-        return drafts.replace(probs=0.75 * drafts.probs), own
-
-
 @pytest.mark.parametrize(
     ("head", "verifier", "grammar"),
     [
@@ -70,4 +54,10 @@ def test_lossless(head: str, verifier: str, grammar: bool):
     "head", ["dflash2", *(pytest.param(h, marks=pytest.mark.slow) for h in ("dflash", "dspark"))]
 )
 def test_a_law_that_is_not_renormalised_shows(head: str):
-    assert min(p_values(Leaking(Blocks(target(head))), target(head))) < 1e-9
+    assert min(p_values(leaking(Block)(Blocks(target(head))), target(head))) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", HEADS)
+def test_lossless_where_the_likeliest_drafts_are_verified(head: str):
+    assert min(p_values(build(target(head)), target(head), kept=1)) > 1e-4

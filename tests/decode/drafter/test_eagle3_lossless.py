@@ -1,18 +1,14 @@
 """Drafts from a part of the vocabulary: chi-square of whole steps, and a control that must fail."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
-from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.state import DrafterState, Slots
-from mtp_jax.model.backend import Backend
 from mtp_jax.model.eagle3 import Eagle3Head
 from mtp_jax.model.head_config import Eagle3Config
-from mtp_jax.model.params import Params
+from tests.decode.helpers import leaking
 from tests.decode.law import CFG, V, p_values
 
 # Token 0 is never drafted.
@@ -21,18 +17,6 @@ LAYER = replace(
 )
 HEAD = Eagle3Config(layer=LAYER, taps=(0, 1, 2), tap_norms=3, maps=True)
 TARGET = replace(CFG.with_nextn(()), drafter=HEAD)
-
-
-@dataclass(frozen=True)
-class Leaking(Recursive):
-    """Says of its drafts that a quarter of their law lies outside of the head's vocabulary."""
-
-    def propose(
-        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
-    ) -> tuple[Drafts, DrafterState]:
-        drafts, own = super().propose(params, own, s, rules, on)
-        assert drafts.probs is not None
-        return drafts.replace(probs=0.75 * drafts.probs), own
 
 
 @pytest.mark.parametrize(
@@ -50,4 +34,4 @@ def test_lossless(verifier: str, grammar: bool):
 
 
 def test_a_law_that_is_not_renormalised_shows():
-    assert min(p_values(Leaking(Eagle3Head(TARGET)), TARGET)) < 1e-9
+    assert min(p_values(leaking(Recursive)(Eagle3Head(TARGET)), TARGET)) < 1e-9

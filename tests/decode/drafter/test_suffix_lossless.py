@@ -1,5 +1,7 @@
 """Suffix drafts under every verifier: chi-square of whole steps, with and without a grammar's masks."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,15 @@ def test_lossless(verifier, grammar):
         (got.drafted - got.suffix_drafted, got.accepted - got.suffix_accepted),
     ):
         assert accepted.sum() / drafted.sum() > 0.2
+
+
+@pytest.mark.slow
+def test_lossless_where_the_likeliest_drafts_are_verified():
+    """A match is as likely as it is long, by an estimate of its own."""
+    what = replace(MIXED, kept=1)
+    got = emitted("sampled", "block", False, what)
+    check(got, what, grammar=False)
+    assert 0 < got.suffix_drafted.sum() < got.drafted.sum()
 
 
 @pytest.mark.parametrize(

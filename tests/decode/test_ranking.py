@@ -1,0 +1,128 @@
+"""The drafts that a step verifies where it does not verify all: their choice, and the law of the text."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.decode import ranking
+from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.protocol import Drafts
+from mtp_jax.decode.drafter.recursive import Recursive
+from mtp_jax.decode.drafter.rules import DraftRules
+from mtp_jax.decode.keys import Source
+from mtp_jax.decode.state import DrafterState, Slots, StateShape
+from mtp_jax.model.backend import Backend, xla
+from mtp_jax.model.params import Params
+from mtp_jax.model.parts import Packing
+from mtp_jax.model.trunk import Model
+from mtp_jax.simulate.ranking import likeliest
+from tests.decode.law import CFG, p_values
+from tests.models import TINY
+
+SLOTS, K = 6, 4
+ESTIMATE = np.array([[[0.8, -1.0]] * K, [[0.1, 0.5]] * K], np.float32)
+
+
+def slots(depth: list[int], idle: int | None = None) -> Slots:
+    shape = StateShape(SLOTS, SLOTS, 16, 1)
+    s = empty_state(abstract_state(Model(TINY, xla()), build(TINY), shape)).slots
+    active = jnp.arange(SLOTS) != (SLOTS if idle is None else idle)
+    return s.replace(depth=jnp.asarray(depth), active=active)
+
+
+def drafts(margins: np.ndarray, source: int = Source.NEXTN) -> Drafts:
+    number = jnp.full(SLOTS, K)
+    tokens = jnp.zeros((SLOTS, K), jnp.int32)
+    return Drafts(tokens, number, jnp.full(SLOTS, source), None, None, margins=jnp.asarray(margins))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_the_likeliest_drafts_of_each_shard(shards, count):
+    """As many as asked, prefixes of rows, none of them less likely than a draft that is left out."""
+    rng, depth = np.random.default_rng(count), [4, 2, 4, 4, 0, 3]
+    margins = rng.exponential(2, (SLOTS, K)).astype(np.float32)
+    s = slots(depth, idle=3)
+    found, packing = ranking.likeliest(drafts(margins), s, jnp.asarray(ESTIMATE), count, shards)
+    most = np.where(np.arange(SLOTS) == 3, 0, depth)
+    kept, own = np.asarray(found.count), SLOTS // shards
+    chance = np.cumprod(1 / (1 + np.exp(1.0 - 0.8 * margins)), axis=1)
+    for at in range(0, SLOTS, own):
+        mine = slice(at, at + own)
+        assert kept[mine].sum() == min(count, most[mine].sum())
+        assert (kept[mine] <= most[mine]).all()
+        there = np.arange(K) < most[mine, None]
+        chosen = np.arange(K) < kept[mine, None]
+        assert chance[mine][chosen].min(initial=1) >= chance[mine][there & ~chosen].max(initial=0)
+        np.testing.assert_array_equal(likeliest(margins[mine], most[mine], ESTIMATE[0], count), kept[mine])
+    # Every newest token and every kept draft has a row of its own, and comes back from it.
+    window = np.arange(SLOTS * (K + 1)).reshape(SLOTS, K + 1)
+    rows = packing.packed(jnp.asarray(window))
+    assert rows.shape == (shards, own + count)
+    back = np.asarray(packing.unpacked(rows))
+    real = np.arange(K + 1) <= kept[:, None]
+    np.testing.assert_array_equal(back[real], window[real])
+
+
+def test_equal_chances_are_taken_from_the_front():
+    sure = np.full((SLOTS, K), 200, np.float32)  # every chance is 1
+    found, _ = ranking.likeliest(drafts(sure), slots([K] * SLOTS), jnp.asarray(ESTIMATE), 8, 1)
+    assert sorted(found.count.tolist()) == [1, 1, 1, 1, 2, 2]
+
+
+def test_a_broken_drafter_comes_last():
+    margins = np.full((SLOTS, K), 1, np.float32)
+    margins[2, 1] = np.nan
+    found, _ = ranking.likeliest(drafts(margins), slots([K] * SLOTS), jnp.asarray(ESTIMATE), 21, 1)
+    assert found.count.tolist() == [4, 4, 1, 4, 4, 4]
+
+
+def test_each_source_has_its_own_estimate():
+    margins, sources = jnp.full((2, K), 3.0), jnp.array([*Source])
+    found = ranking.survival(margins, sources, jnp.asarray(ESTIMATE))
+    np.testing.assert_allclose(found[0], (1 / (1 + np.exp(-1.4))) ** np.arange(1, K + 1), rtol=1e-6)
+    np.testing.assert_allclose(found[1], (1 / (1 + np.exp(-0.8))) ** np.arange(1, K + 1), rtol=1e-6)
+
+
+def test_margins_are_the_gap_between_the_best_logits():
+    logits = jnp.array([[1.0, 4.0, 2.5, -jnp.inf], [3.0, 3.0, 0.0, 1.0]])
+    margin = DraftRules(1, 1, margins=True).margin(logits)
+    assert margin is not None
+    assert margin.tolist() == [1.5, 0]
+    assert DraftRules(1, 1).margin(logits) is None
+
+
+def test_packing_needs_no_row_for_a_token_that_nobody_looks_at():
+    packing = Packing(jnp.array([[0, 2, 1]]), jnp.array([[0, 2], [1, 0]]))
+    rows = packing.packed({"a": jnp.arange(8.0).reshape(2, 2, 2)})["a"]
+    assert rows.tolist() == [[[0, 1], [4, 5], [2, 3]]]
+    assert packing.unpacked(rows)[0].tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("verifier", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+def test_lossless(verifier):
+    """A third of the drafts is verified; which, margins decide."""
+    assert min(p_values(build(CFG), CFG, verifier, kept=1)) > 1e-4
+
+
+@dataclass(frozen=True)
+class Telling(Recursive):
+    """Its margins depend on the drawn token: its own log-probability."""
+
+    def propose(
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Backend
+    ) -> tuple[Drafts, DrafterState]:
+        made, own = super().propose(params, own, s, rules, on)
+        if made.probs is None:
+            return made, own
+        told = jnp.take_along_axis(made.probs, made.tokens[..., None], axis=2)[..., 0]
+        return made.replace(margins=4 * jnp.log(told)), own
+
+
+def test_a_choice_that_knows_the_draft_shows():
+    plain = build(CFG)
+    assert isinstance(plain, Recursive)
+    assert min(p_values(Telling(plain.module), CFG, kept=1)) < 1e-9
