@@ -117,8 +117,8 @@ def test_trees_are_grown(variant, monkeypatch):
 
     monkeypatch.setattr(Candidates, "best", recorded)
     for name, want in zip(names(variant), golden_trees(variant), strict=True):
-        *sizes, nodes = (int(part[1:]) for part in name.split(".")[1].split("_"))
-        shape = TreeShape(*sizes, nodes - 1)
+        topk, steps, nodes = (int(part[1:]) for part in name.split(".")[1].split("_"))
+        shape = TreeShape(topk, steps, nodes - 1)
         model, drafter = Model(loaded.config, xla_cpu(experts="dense")), build(loaded.config, tree=shape)
         step = Step(model, drafter, StepKey(ROWS, shape.nodes, 1, SamplingMode()))
 
