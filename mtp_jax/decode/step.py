@@ -73,7 +73,7 @@ def accept_drafts(
 ) -> Verdict:
     """Which drafts each row keeps, and the token after them. Raises ConfigError."""
     count = num_drafts(s, drafts)
-    if drafts.probs is None:
+    if mode.drafting is None:
         return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, count, drafts.parents)
     if drafts.parents is not None and mode.verifier != "coupled":
         raise ConfigError(
@@ -85,7 +85,7 @@ def accept_drafts(
 
     def sampled() -> Verdict:
         target = distribution(adjusted, s.sampling)
-        if mode.verifier == "coupled":
+        if mode.verifier == "coupled" or probs is None:
             positions = s.length[:, None] + drafts.steps
             keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
             return verify.coupled(keys, target, drafts.tokens, count, drafts.parents)
