@@ -225,7 +225,7 @@ def e4m3_of_bits(bits: Int8[Array, "*b"]) -> Float[Array, "*b"]:
     """e4m3 over ``E4M3_UNIT`` as float32; NaN apart, which a checkpoint may not have.
 
     A float16 with the same sign, exponent and mantissa is smaller by that factor, also if subnormal. A
-    product with 128 moves the bits up by 7 and leaves the sign in bits 14 and 15, of which the mask clears bit
+    product with 128 moves the bits up by 7 and leaves the sign in bits 14 and 15; the mask clears bit
     14. (A shift would test its width each time.)
     """
     half = (bits.astype(jnp.int16) * 128) & jnp.int16(-0x4001)
