@@ -71,16 +71,20 @@ def run(args: argparse.Namespace, base: Deployment, name: str) -> int:
     from mtp_jax.forecast import load, plot
     from mtp_jax.forecast.replay import Service, fitted, replay
     from mtp_jax.forecast.report import Forecast, described
+    from mtp_jax.planning.plot import load_pyplot
 
     base = replace(base, micro_batches=1 if args.micro_batches == "auto" else int(args.micro_batches))
     own = {option: getattr(args, option) for option in _ENGINE if option in args}
-    own.setdefault("max_num_seqs", -(-LLMOptions.max_num_seqs // base.data) * base.data)
+    least = base.data * base.micro_batches
+    own.setdefault("max_num_seqs", -(-LLMOptions.max_num_seqs // least) * least)
     own.setdefault("adaptive_depth", True)
     if not base.cfg.num_nextn_predict_layers:
         own.setdefault("num_speculative_tokens", 0)
     seed: int = getattr(args, "seed", 0)
     software: Software = getattr(args, "software", "middle")
     config = LLMOptions(**own, micro_batches=base.micro_batches, seed=seed).engine(base.cfg, on_cpu=False)
+    if args.output:
+        load_pyplot()  # which may not be there
     arrivals, outcomes, limits = load.read(args.load), {}, chosen(args, QueueLimits)
     drafts = config.num_speculative_tokens
     most = f"{'0 to ' * config.adaptive_depth}{drafts} drafts"
@@ -96,7 +100,7 @@ def run(args: argparse.Namespace, base: Deployment, name: str) -> int:
         f"predicted with {software} software, not measured",
         f"{args.load.name}: {described(arrivals)}",
         f"{config.max_num_seqs} slots of {config.max_model_len:,} tokens at most, chunks of "
-        f"{config.prefill_chunk:,}",
+        f"{config.prefill_chunk:,}; seed {seed}",
     )
     forecast = Forecast(title, base, outcomes, args.price)
     if args.output:

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,16 @@ def _lines(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The number and the fields of each line: JSON, or CSV below a line of names."""
     if not text.lstrip().startswith("{"):
         rows = csv.DictReader(text.splitlines())
-        yield from ((rows.line_num, row) for row in rows)
+        try:
+            yield from ((rows.line_num, row) for row in rows)
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {rows.line_num + 1} is not CSV: {error}") from None
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             try:
                 fields = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
             if not isinstance(fields, dict):
                 raise ConfigError(f"{path}, line {number}: {line!r:.80}; expected a JSON object")
@@ -114,7 +117,7 @@ def _arrival(line: int, fields: Mapping[str, Any]) -> Arrival:
         raise ValueError(f"{', '.join(map(str, fields))!r:.80} lacks fields; expected {known}")
     prompt, output = (_count(name, fields[name]) for name in (form.prompt, form.output))
     blocks = fields.get("hash_ids") or ()
-    if not all(isinstance(block, int) and block >= 0 for block in blocks):
+    if not (isinstance(blocks, list | tuple) and all(isinstance(b, int) and b >= 0 for b in blocks)):
         raise ValueError(f"hash_ids = {blocks!r:.80}; expected integers of 0 or more")
     return Arrival(line, _at(form, fields[form.at]), prompt, output, _rates(fields), tuple(blocks))
 
@@ -123,7 +126,8 @@ def _at(form: _Form, value: object) -> float:
     """The seconds of an arrival."""
     if form.unit is None:
         try:
-            return datetime.fromisoformat(str(value)).timestamp()
+            date = datetime.fromisoformat(str(value))
+            return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
         except ValueError:
             raise ValueError(f"{form.at} = {value!r:.80}; expected a date and time") from None
     seconds = _number(value) * form.unit
@@ -143,7 +147,7 @@ def _number(value: object) -> float:
     """NaN for everything else."""
     try:
         return math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

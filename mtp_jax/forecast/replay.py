@@ -71,7 +71,6 @@ class Outcome:
         cut: requests whose output ended at the longest that the engine has room for.
         seconds: from the first arrival to the last token.
         idle: seconds of them in which no program ran.
-        prompt_tokens, output_tokens: of the requests that were served.
         speculation: drafts of all requests.
         stats: totals of the engine.
     """
@@ -81,8 +80,6 @@ class Outcome:
     cut: int
     seconds: float
     idle: float
-    prompt_tokens: int
-    output_tokens: int
     speculation: Speculation
     stats: EngineStats
 
@@ -134,12 +131,13 @@ class _Run:
         self._engine = Engine(service.cfg, config, self._device)
         self._admission = Admission(service.limits.max_queued_requests, service.limits.max_queued_tokens)
         self._queue: deque[tuple[Request, Reservation]] = deque()
-        self._requests: list[Request] = []
+        self._served: list[Served] = []
+        self._speculation = Speculation()
         self._refused = self._cut = 0
 
     def outcome(self) -> Outcome:
         """Serve until the load is done."""
-        engine, clock = self._engine, self._device.now
+        engine, clock = self._engine, self._device.time
         first, rest = engine.warm_up_keys()
         self._device.compile([*first, *rest])
         engine.warm_up([*first, *rest])
@@ -150,21 +148,19 @@ class _Run:
                 clock.until(self._began + coming[0][1].at)
             while coming and self._began + coming[0][1].at <= clock.now:
                 self._submit(*coming.popleft())
-            engine.step()
+            for request in dict.fromkeys(engine.step()):
+                if request.finished:
+                    self._speculation += request.progress.speculation
+                    self._served.append(self._times(request))
             while self._queue and self._queue[0][0].begun:
                 self._admission.release(self._queue.popleft()[1])
-        served, speculation = [self._served(r) for r in self._requests], Speculation()
-        for request in self._requests:
-            speculation += request.progress.speculation
         return Outcome(
-            served,
+            sorted(self._served, key=lambda s: s.at),
             self._refused,
             self._cut,
-            max(s.at + s.whole for s in served),
+            max(s.at + s.whole for s in self._served),
             self._device.idle,
-            sum(len(r.prompt) for r in self._requests),
-            sum(len(r.progress.output) for r in self._requests),
-            speculation,
+            self._speculation,
             engine.stats(),
         )
 
@@ -181,10 +177,9 @@ class _Run:
         at = self._began + arrival.at
         request = self._engine.make_request(tokens, params, seed=index, arrived=at)
         self._engine.submit(request)
-        self._requests.append(request)
         self._queue.append((request, reservation))
 
-    def _served(self, request: Request) -> Served:
+    def _times(self, request: Request) -> Served:
         own = request.progress
         assert own.admitted_at is not None
         assert own.first_token_at is not None

@@ -66,14 +66,14 @@ class Forecast:
 
     def _totals(self, o: Outcome) -> dict[str, tuple[float, str]]:
         """Figures of a whole run, and the formats in which they are shown."""
-        rate, gpus = o.output_tokens / o.seconds, self.base.gpus
+        rate, gpus = o.stats.generation_tokens / o.seconds, self.base.gpus
         totals: dict[str, tuple[float, str]] = {
             "tokens/s": (rate, ",.1f"),
             "tokens/s per GPU": (rate / gpus, ",.1f"),
-            "prompt tokens/s": (o.prompt_tokens / o.seconds, ",.1f"),
+            "prompt tokens/s": (o.stats.prompt_tokens / o.seconds, ",.1f"),
         }
         if self.price is not None:
-            dollars = self.price * gpus * o.seconds / 3600 / o.output_tokens * 1e6
+            dollars = self.price * gpus * o.seconds / 3600 / o.stats.generation_tokens * 1e6
             totals["$ per million tokens"] = dollars, ",.2f"
         return totals | {
             "tokens per step": (o.speculation.acceptance_length, ".2f"),

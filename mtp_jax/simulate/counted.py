@@ -59,7 +59,7 @@ class Counted(NoPrograms):
     ``seed``, on the request and on its length, and on nothing else: no schedule changes its luck.
 
     Attributes:
-        now: the device's time, which moves when the host waits for a result.
+        time: the device's time, which moves when the host waits for a result.
         idle: seconds between programs, in which none ran.
     """
 
@@ -78,7 +78,7 @@ class Counted(NoPrograms):
         page_size: attention reads whole pages.
         """
         super().__init__(shards, any_depth=False)
-        self.clock = self.now = Clock()
+        self.clock = self.time = Clock()
         self._times, self._shares, self._page, self._seed = times, shares, page_size, seed
         self._active = np.zeros(slots, bool)
         self._length, self._remaining, self._depth, self._request = np.zeros((4, slots), np.int64)
@@ -95,7 +95,7 @@ class Counted(NoPrograms):
             case launches.Step(key, chunk):
                 end, result = self._runs(self._times.launch(self._work(key, chunk))), self._step(key, chunk)
                 self._slots = max(key.slots, 1)
-                return lambda: (self.now.until(end), result)[1]
+                return lambda: (self.time.until(end), result)[1]
             case launches.Admit(slot, row):
                 self._remaining[slot], self._depth[slot] = row.remaining[0], row.depth[0]
                 self._request[slot], self._active[slot] = row.sampling.seed[0], False
@@ -111,11 +111,11 @@ class Counted(NoPrograms):
 
     def _launch_flush(self) -> Callable[[], object]:
         end = self._runs(self._times.flush(self._slots, self._deferred))
-        return lambda: self.now.until(end)
+        return lambda: self.time.until(end)
 
     def _runs(self, seconds: float) -> float:
         """The end of a program that is launched now: it begins when the program before it has ended."""
-        begins = max(self._ends, self.now.now)
+        begins = max(self._ends, self.time.now)
         self.idle += begins - self._ends
         self._ends = begins + seconds
         return self._ends

@@ -57,6 +57,8 @@ def test_a_form_is_known_by_its_fields(tmp_path, name):
         ({"acceptance": 1.5}, "acceptance = 1.5; expected rates from 0 to 1, or one of glm-5.2"),
         ({"acceptance": []}, "acceptance = []; expected rates"),
         ({"acceptance": "glm"}, "acceptance = 'glm'; expected rates"),
+        ({"output_tokens": 10**400}, "output_tokens = 1000"),
+        ({"hash_ids": 5}, "hash_ids = 5; expected integers"),
         ({"hash_ids": [-1]}, "hash_ids = [-1]; expected integers of 0 or more"),
     ],
 )
@@ -74,6 +76,8 @@ def test_a_bad_value_is_named_with_its_line(tmp_path, change, says):
         (OWN + "{", "load, line 2 is not JSON: "),
         (OWN + "[1]", "load, line 2: '[1]'; expected a JSON object"),
         ('{"at": 1}', "load, line 1: 'at' lacks fields; expected arrival, prompt_tokens, output_tokens or "),
+        (f"arrival,prompt_tokens,output_tokens\n1,2,{'3' * 200_000}\n", "line 2 is not CSV: field larger"),
+        (OWN + '{"a": ' + "[" * 100_000, "line 2 is not JSON"),
         ("a,b\n1,2\n", "load, line 2: 'a, b' lacks fields"),
         ("arrival,prompt_tokens,output_tokens\n1,2\n", "line 2: output_tokens = None; expected an integer"),
         (

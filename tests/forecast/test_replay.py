@@ -62,7 +62,7 @@ def test_accepted_drafts_divide_the_time_of_a_step():
     (one,) = outcome.served
     assert (outcome.speculation.acceptance_length, outcome.depth) == (4, 3)
     assert one.per_token == pytest.approx((STEP + 3 * DRAFT) / 4)
-    assert outcome.output_tokens == 17
+    assert outcome.stats.generation_tokens == 17
 
 
 def test_the_second_request_waits_for_the_slot_of_the_first():
@@ -93,7 +93,7 @@ def test_a_slot_is_taken_from_the_queue_before_the_next_arrival():
 
 def test_an_output_ends_where_the_engine_has_no_more_room():
     outcome = serve([Arrival(1, 0, 60, 9), Arrival(2, 0, 60, 4)])
-    assert (outcome.output_tokens, outcome.cut) == (8, 1)
+    assert (outcome.stats.generation_tokens, outcome.cut) == (8, 1)
     with pytest.raises(
         ConfigError, match="line 2 of the load: the prompt has 64 tokens, a request at most 64"
     ):
@@ -103,7 +103,7 @@ def test_an_output_ends_where_the_engine_has_no_more_room():
 def test_who_has_no_pages_is_preempted_and_served_nevertheless():
     outcome = serve([Arrival(i, 0, 16, 40) for i in (1, 2)], max_num_seqs=2, num_pages=5, page_size=16)
     assert outcome.stats.preemptions > 0
-    assert outcome.output_tokens == 80
+    assert outcome.stats.generation_tokens == 80
 
 
 def test_prompts_that_begin_alike_share_pages():
