@@ -55,11 +55,11 @@ def test_a_chunk_attends_to_the_tokens_before_it_and_to_half_of_itself():
 
 def test_windows_read_the_whole_pages_of_the_busiest_shard():
     engine, works = on_counted(shards=2)
-    long, short = submit(engine, 40, 1), submit(engine, 20, 2)
+    long, short = submit(engine, 40, 1), submit(engine, 26, 2)
     while not (long.progress.output and short.progress.output):
         engine.step()
     engine.step()
-    # About 42 rows in two slots; the other shard has about 22.
+    # About 42 rows in two slots; the other shard has about 28.
     assert works[-1] == Work(4, 0, 32)
     engine.abort(long)
     engine.step()
