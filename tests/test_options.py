@@ -14,11 +14,12 @@ from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import check, declared, documented, narrowed, option, takes
+from mtp_jax.train.tune_options import TuneOptions
 from serve.base.settings import Settings
 from serve.cluster.options import RayOptions
 
 DOCS = Path(__file__).parent.parent / "docs" / "options.md"
-ALL = (LLMOptions, SamplingParams, Settings, QueueLimits, HandoverOptions, Hosts, RayOptions)
+ALL = (LLMOptions, SamplingParams, Settings, QueueLimits, HandoverOptions, Hosts, RayOptions, TuneOptions)
 
 
 @documented

@@ -124,3 +124,9 @@ def launches(xla_dump: Path) -> tuple[str, ...]:
     lists = sorted(xla_dump.glob("*thunk_sequence.txt"), key=lambda path: path.stat().st_mtime_ns)
     lines = lists[-1].read_text(encoding="utf-8").splitlines()
     return tuple(line for line in lines if _LAUNCH.match(line))
+
+
+def entries(xla_dump: Path) -> int:
+    """The number of graphs and of launches outside of graphs in the module compiled last."""
+    lists = sorted(xla_dump.glob("*after_thunk_passes.txt"), key=lambda path: path.stat().st_mtime_ns)
+    return sum(line[:1].isdigit() for line in lists[-1].read_text(encoding="utf-8").splitlines())

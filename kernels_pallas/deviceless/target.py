@@ -52,11 +52,20 @@ def replicated(inputs: _Tree, mesh: Mesh) -> _Tree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), inputs)
 
 
-def compile_for(mesh: Mesh, function: Callable[..., PyTree], *inputs: Any, dump: Path) -> jax.stages.Compiled:
-    """``function``, jitted or not, compiled for the mesh's devices; its kernels are dumped to ``dump``."""
+def compile_for(
+    mesh: Mesh,
+    function: Callable[..., PyTree],
+    *inputs: Any,
+    dump: Path,
+    options: Callable[[], dict[str, Any]] = dict,
+) -> jax.stages.Compiled:
+    """``function``, jitted or not, compiled for the mesh's devices; its kernels are dumped to ``dump``.
+
+    options: gives XLA's options, where the mesh's device is asked for.
+    """
     dump.mkdir(parents=True)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump)
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     # Pallas asks the mesh for the device that it compiles for; otherwise it would ask the local device.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jitted.lower(*inputs).compile()
+        return jitted.lower(*inputs).compile(options())

@@ -18,6 +18,8 @@ PAGE = mosaic_gpu.PAGE
 
 # The cost of a split beside its rows (loading queries, merging an output), in steps of two pages.
 _SPLIT_COST = 3
+# A thread block's query rows are a multiple of 8, the columns that a product of a warpgroup grows by.
+_HEADS = 8
 # Parts that XLA merges in one launch, because `merge` writes them out one by one.
 _WRITTEN_OUT = 32
 
@@ -45,8 +47,8 @@ def mla_decode(
         page_table: pages of each slot in order, int32 [B, n]; every entry must be a page of the cache.
         visible: rows that each token attends to, among the n * S rows of its slot.
         scale: factor of the scores before the softmax.
-        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, pages of 64 rows, and N a
-            multiple of 8.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64 and pages of 64 rows. It
+            computes heads of zeros, too, up to a multiple of 8.
         splits: number of parts of a slot's rows that run at the same time; None: chosen.
         in_place: whether the result may take the memory of q, which no other operation may read then; it does
             where slots are not split, with jax 0.11 or newer.
@@ -62,6 +64,8 @@ def mla_decode(
     if implementation == "xla":
         return reference.mla_decode(q, q_rope, pages, page_table, visible, scale=scale).astype(q.dtype)
     check(q, q_rope, pages)
+    given = q.shape[2]
+    q, q_rope = (jnp.pad(a, ((0, 0), (0, 0), (0, -given % _HEADS), (0, 0))) for a in (q, q_rope))
     slots, window, heads, rank = q.shape
     height = window * heads
     block = mosaic_gpu.rows_per_block(height)
@@ -89,7 +93,7 @@ def mla_decode(
     )
     lse = lse[..., :block].reshape(splits, slots, height)
     mixed = out[0] if splits == 1 else merge(out, lse)
-    return mixed.reshape(slots, window, heads, rank)
+    return mixed.reshape(slots, window, heads, rank)[:, :, :given]
 
 
 def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
@@ -114,7 +118,7 @@ def splits_of(blocks: int, columns: int) -> int:
 
 def check(q: Described, q_rope: Described, pages: Described | Packed) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
-    (window, heads, rank), rows = q.shape[-3:], jax.tree.leaves(pages)[0]
+    (window, _, rank), rows = q.shape[-3:], jax.tree.leaves(pages)[0]
     dtypes = {str(q.dtype), str(q_rope.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})
     need(
         "mla_decode",
@@ -122,6 +126,5 @@ def check(q: Described, q_rope: Described, pages: Described | Packed) -> None:
         ("latent rank", rank, (mosaic_gpu.RANK,)),
         ("rope dimensions", q_rope.shape[-1], (mosaic_gpu.ROPE,)),
         ("rows per page", rows.shape[1], (mosaic_gpu.PAGE,)),
-        ("remainder of the heads by 8", heads % 8, (0,)),
         (f"tokens past the window's most, {MAX_AHEAD + 1},", max(window - MAX_AHEAD - 1, 0), (0,)),
     )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
@@ -17,8 +18,8 @@ from mtp_jax.checkpoint.plan import HEAD_EMBED, LoadPlan, copied_from, match, ne
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_config import head_of
+from mtp_jax.model.config import HeadConfig, ModelConfig
+from mtp_jax.model.head_config import Captures, head_of
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
 
@@ -79,11 +80,22 @@ def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> 
                 "keep_draft=True"
             )
         return in_place(folder, cfg)
-    draft = open_draft(draft_model, cfg)
-    found = draft.head and head and replace(draft.head, taps=head.taps, embeds=head.embeds)
-    if found != head:
-        raise CheckpointError(f"{draft_model} does not fit the loaded drafter, {head}: it is {draft.head}")
-    return draft
+    return open_draft(draft_model, cfg) if head is None else _head_like(head, draft_model, cfg)
+
+
+def _head_like(head: HeadConfig, path: str | Path, cfg: ModelConfig) -> Draft:
+    """The head in this folder, whose list of taps may count as either kind does. Raises CheckpointError."""
+    faults: list[str] = []
+    for captures in get_args(Captures):
+        try:
+            draft = open_draft(path, cfg, captures)
+        except (CheckpointError, ConfigError) as error:
+            faults.append(str(error))
+            continue
+        if draft.head is not None and replace(draft.head, embeds=head.embeds) == head:
+            return draft
+        faults.append(f"it is {draft.head}")
+    raise CheckpointError(f"{path} does not fit the loaded drafter, {head}: {faults[0]}")
 
 
 def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:

@@ -24,13 +24,14 @@ from mtp_jax.commands import (
     profile,
     server,
     train,
+    tune_head,
 )
 from mtp_jax.commands.options import with_flags
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
 _BATCH, _SERVE = server.commands()
-_COMMANDS = (generate, _BATCH, chat, _SERVE, info, plan, train, checkpoints, bench, profile)
+_COMMANDS = (generate, _BATCH, chat, _SERVE, info, plan, train, tune_head, checkpoints, bench, profile)
 INTERRUPTED = 130
 _OUT_OF_MEMORY = (
     "out of device memory; lower --max-num-seqs, --max-model-len or --num-pages, or give --mesh more devices"

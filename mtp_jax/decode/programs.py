@@ -26,6 +26,7 @@ from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import DraftAlone, Step
 from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
 from mtp_jax.model.device import compiler_options
@@ -196,7 +197,7 @@ class Programs:
         return self._bookkeeping["update"](state, keep, page_table)
 
     def flush(self, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
-        """Do the drafter's deferred work. The number means nothing; it is there when that is done."""
+        """Write the drafter's deferred entries. The number has no meaning; it arrives when this is done."""
         return self._bookkeeping["flush"](params, state)
 
     def read_experts(self, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:
@@ -215,7 +216,7 @@ class Programs:
             return self._compile_pages(key)
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
-        return self._lower(key).compile(compiler_options(self.model.on.micro_batches))
+        return self._lower(key).compile(self._options)
 
     def _lower(self, key: StepKey | DraftKey) -> jax.stages.Lowered:
         if isinstance(key, DraftKey):
@@ -249,7 +250,7 @@ class Programs:
         first = jax.jit(_named(step.draft, f"draft_{name_of(key)}"), donate_argnums=1, out_shardings=out)
         second = _named(step.verify, f"verify_{name_of(key)}")
         second = jax.jit(second, donate_argnums=1, out_shardings=self._out())
-        options = compiler_options(self.model.on.micro_batches)
+        options = self._options
         return _Phases(
             first.lower(params, state, allowed, _NUMBER).compile(options),
             second.lower(params, state, drafts, allowed, self._chunk(key)).compile(options),
@@ -262,9 +263,15 @@ class Programs:
         write = _named(write_pages, f"write_{name_of(key)}")
         write = jax.jit(write, donate_argnums=0, out_shardings=self._in_place)
         return _Pages(
-            read.lower(self._state, pages).compile(compiler_options()),
-            write.lower(self._state, pages, data).compile(compiler_options()),
+            read.lower(self._state, pages).compile(self._options),
+            write.lower(self._state, pages, data).compile(self._options),
         )
+
+    @property
+    def _options(self) -> JsonObject:
+        """Options of XLA."""
+        on = self.model.on
+        return compiler_options(on.micro_batches, 1 if on.mesh is None else on.mesh.size)
 
     @property
     def _in_place(self) -> Any:
@@ -306,7 +313,7 @@ class Programs:
             static = "drafter", "on"
             flushing = jax.jit(flush, donate_argnums=1, static_argnames=static, out_shardings=self._out())
             lowered = flushing.lower(self._params, state, drafter=self.drafter, on=on)
-            found["flush"] = lowered.compile(compiler_options())
+            found["flush"] = lowered.compile(self._options)
         if state.experts is not None:
             reading = jax.jit(read_experts, donate_argnums=0, out_shardings=self._out())
             found["read_experts"] = reading.lower(state).compile()

@@ -70,7 +70,7 @@ class Buckets:
     def __init__(self, config: EngineConfig, shards: int = 1, any_depth: bool = False) -> None:
         """shards: data shards. any_depth: see ``Runner``."""
         self._config, self._shards, self._any_depth = config, shards, any_depth
-        most = config.prefill_chunk
+        self._steps, most = config.trees and config.trees.steps, config.prefill_chunk
         self.chunk_sizes: Sequence[int] = buckets(most, min(SIZES.chunk, most), SIZES.chunks)
         self._slots: Sequence[int] = buckets(config.max_num_seqs, 1, SIZES.slots)
         # Over several data shards a step has all slots, as the first slots all belong to one shard.
@@ -217,7 +217,7 @@ class Buckets:
 
     def _depths(self, most: int) -> Sequence[int]:
         """The depths that adaptive steps need executables for."""
-        return sorted({0, most}) if self._any_depth else adaptive_depths(most)
+        return sorted({0, most}) if self._any_depth else adaptive_depths(most, self._steps)
 
     def _page_sizes(self) -> Sequence[int]:
         """Widths of page tables."""
@@ -240,7 +240,7 @@ class Buckets:
             return self._few(structured)
         config = self._config
         deepest = config.num_speculative_tokens
-        depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
+        depths = adaptive_depths(deepest, self._steps) if config.adaptive_depth else (deepest,)
         sampled = SamplingMode(config.drafting, config.verifier)
         scored = replace(sampled, logprobs=MAX_LOGPROBS)
         slots, pages, sizes = self._step_slots, self._page_sizes(), self.chunk_sizes

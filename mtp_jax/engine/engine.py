@@ -86,7 +86,7 @@ class Engine:
         if runner.layout:
             self.balancer = Balancer(runner.layout, runner, config.expert_rebalance)
         self.scheduler = Scheduler(config, self.shards, self.tier)
-        self.depth = DepthController(config.num_speculative_tokens)
+        self.depth = DepthController(config.num_speculative_tokens, trees=config.trees)
         self.timings, self.counters = Timings(), Counters()
         self.buckets = Buckets(config, self.shards, runner.any_depth)
         self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)

@@ -45,6 +45,13 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"num_speculative_tokens = {config.num_speculative_tokens}, but a block of this "
             f"{cfg.drafter and cfg.drafter.name} head has {most} drafts; use {most} or less"
         )
+    layers = cfg.num_nextn_predict_layers
+    if config.tree is not None and (most is not None or (cfg.drafter is None and layers != 1)):
+        own = f"a {cfg.drafter.name} head" if cfg.drafter else f"{layers or 'no'} NextN layers"
+        raise ConfigError(
+            f"tree = {config.tree!r} is grown by one NextN layer or an EAGLE-3 head, and this model drafts "
+            f"with {own}; leave it out"
+        )
     if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
         raise ConfigError(
             f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "
@@ -125,7 +132,7 @@ class InputProcessor:
                 f"{self.pages}; shorten it or raise num_pages"
             )
         if params.max_tokens is None:  # the cache sets the limit
-            held = self.pages * config.page_size - config.num_speculative_tokens
+            held = self.pages * config.page_size - config.rows_of(config.num_speculative_tokens)
             room = max(min(room, held - length - spare), 1)
         max_tokens = min(params.max_tokens or room, room)
         needed = config.pages_for(length + max_tokens + spare)

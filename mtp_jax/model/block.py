@@ -73,16 +73,19 @@ class Blocks:
         active: Bool[Array, " B"],
         page_table: Int[Array, "B n"],
         caches: tuple[LayerCache, ...],
+        first: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B R D"]:
         """Rows of the block that follows ``length`` cached tokens, before the final norm.
 
-        tokens: the newest of each slot. active: slots whose rows mean something.
+        tokens: the newest of each slot. active: slots whose rows mean something. first: the first cached
+        token that rows see; None: all tokens are seen.
         """
         p, cfg, rows = _of(params), self.head.layers, self.head.block
         ids = jnp.full((len(tokens), rows), self.head.mask, jnp.int32).at[:, 0].set(tokens)
         positions = length[:, None] + jnp.arange(rows)
         count = jnp.where(active, rows, 0)
-        visible = Window(jnp.zeros_like(length), length, count, jnp.zeros_like(ids))
+        first = jnp.zeros_like(length) if first is None else first
+        visible = Window(first, length, count, jnp.zeros_like(ids))
         view = PagedView(page_table, jnp.where(active[:, None], positions, -1), visible)
         angles = rope_angles(cfg, positions)
         x = embed(params.embed if p.embed is None else p.embed, ids, on.mesh)

@@ -1,6 +1,7 @@
 """Model configuration: one frozen ``ModelConfig``, whose values go together."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -135,27 +136,15 @@ class ModelConfig:
         g = self.gqa
         if g is None:
             return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
-        return {
-            "attention_bias": g.bias,
-            "num_key_value_heads": g.kv_heads,
-            "head_dim": g.head_dim,
-            "partial_rotary_factor": g.rotary,
-            "use_qk_norm": g.qk_norm,
-        }
+        return {key: getattr(g, name) for name, key in g.KEYS.items()}
 
     def _index_keys(self) -> JsonObject:
         """Keys of ``config.json`` for the indexer."""
         i = self.indexer
         if i is None:
             return {}
-        return {
-            "index_n_heads": i.heads,
-            "index_head_dim": i.dim,
-            "index_topk": i.topk,
-            "indexer_rope_interleave": i.interleaved,
-            "indexer_types": ["shared" if shared else "full" for shared in i.shared],
-            "index_share_for_mtp_iteration": i.share_drafts,
-        }
+        types = ["shared" if shared else "full" for shared in i.shared]
+        return {key: getattr(i, name) for name, key in i.KEYS.items()} | {"indexer_types": types}
 
     def indexes(self, layer: int) -> bool:
         """Whether a layer has an indexer; NextN layers count on from the trunk's."""
@@ -348,14 +337,21 @@ def _check(c: ModelConfig) -> None:
             )
 
 
-def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
-    for name, value in (("index_n_heads", i.heads), ("index_head_dim", i.dim), ("index_topk", i.topk)):
+def _check_part(part: IndexerConfig | GqaConfig, sizes: Iterable[str], flags: Iterable[str]) -> None:
+    """Check the types of fields, and the range of sizes. Raises ConfigError with the key of config.json."""
+    for name in sizes:
+        value = getattr(part, name)
         if type(value) is not int or not 1 <= value <= _MOST:
-            raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}")
-    flags = ("indexer_rope_interleave", i.interleaved), ("index_share_for_mtp_iteration", i.share_drafts)
-    for name, value in flags:
-        if type(value) is not bool:
-            raise ConfigError(f"{name} = {value!r:.80}; expected true or false")
+            raise ConfigError(
+                f"{part.KEYS[name]} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}"
+            )
+    for name in flags:
+        if type(value := getattr(part, name)) is not bool:
+            raise ConfigError(f"{part.KEYS[name]} = {value!r:.80}; expected true or false")
+
+
+def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
+    _check_part(i, ("heads", "dim", "topk"), ("interleaved", "share_drafts"))
     if i.dim < c.qk_rope_head_dim:
         raise ConfigError(
             f"index_head_dim = {i.dim}; expected qk_rope_head_dim = {c.qk_rope_head_dim} or more"
@@ -375,12 +371,7 @@ def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
 
 
 def _check_gqa(c: ModelConfig, g: GqaConfig) -> None:
-    for name, value in (("num_key_value_heads", g.kv_heads), ("head_dim", g.head_dim)):
-        if type(value) is not int or not 1 <= value <= _MOST:
-            raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}")
-    for name, value in (("use_qk_norm", g.qk_norm), ("attention_bias", g.bias)):
-        if type(value) is not bool:
-            raise ConfigError(f"{name} = {value!r:.80}; expected true or false")
+    _check_part(g, ("kv_heads", "head_dim"), ("qk_norm", "bias"))
     if c.num_attention_heads % g.kv_heads:
         raise ConfigError(
             f"num_key_value_heads = {g.kv_heads} does not divide num_attention_heads = "

@@ -1,7 +1,9 @@
 """Parts of a ``ModelConfig``: YaRN, the indexer, grouped-query attention; rows of a cache."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,13 @@ class IndexerConfig:
     """The indexer of DeepSeek's sparse attention (arXiv 2512.02556, section 2.1).
 
     Attributes:
-        heads: index_n_heads.
-        dim: index_head_dim; its first qk_rope_head_dim channels are rotated.
-        topk: index_topk, the most entries that a token attends to.
-        interleaved: indexer_rope_interleave: whether the rope pairs channels (0, 1), (2, 3), ...
+        heads: number of heads.
+        dim: width of a head; its first qk_rope_head_dim channels are rotated.
+        topk: the most entries that a token attends to.
+        interleaved: whether the rope pairs channels (0, 1), (2, 3), ...
         shared: for each layer of the trunk, whether it has no indexer, and attends to the entries that the
             last layer with one chose. A NextN layer always has its own.
-        share_drafts: index_share_for_mtp_iteration: the first draft of a step chooses for all.
+        share_drafts: whether the first draft of a step chooses for all.
     """
 
     heads: int
@@ -55,17 +57,26 @@ class IndexerConfig:
     shared: tuple[bool, ...] = ()
     share_drafts: bool = False
 
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "heads": "index_n_heads",
+        "dim": "index_head_dim",
+        "topk": "index_topk",
+        "interleaved": "indexer_rope_interleave",
+        "share_drafts": "index_share_for_mtp_iteration",
+    }
+    """Keys of config.json by field."""
+
 
 @dataclass(frozen=True)
 class GqaConfig:
     """Grouped-query attention (GQA, arXiv 2305.13245) in place of MLA, as GLM-4.5 to 4.7 have it.
 
     Attributes:
-        kv_heads: num_key_value_heads. Consecutive query heads share one, in groups of equal size.
+        kv_heads: number of kv heads. Consecutive query heads share one, in groups of equal size.
         head_dim: width of every query, key and value head.
-        rotary: partial_rotary_factor, the share of a head that is rotated: its first channels, half-split.
-        qk_norm: use_qk_norm: whether queries and keys are normed head by head, before they are rotated.
-        bias: attention_bias: whether the projections of queries, keys and values add one.
+        rotary: the share of a head that is rotated: its first channels, half-split.
+        qk_norm: whether queries and keys are normed head by head, before they are rotated.
+        bias: whether the projections of queries, keys and values add a bias.
     """
 
     kv_heads: int
@@ -73,6 +84,15 @@ class GqaConfig:
     rotary: float
     qk_norm: bool = False
     bias: bool = False
+
+    KEYS: ClassVar[Mapping[str, str]] = {
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "rotary": "partial_rotary_factor",
+        "qk_norm": "use_qk_norm",
+        "bias": "attention_bias",
+    }
+    """Keys of config.json by field."""
 
     @property
     def width(self) -> int:

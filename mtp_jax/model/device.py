@@ -1,5 +1,6 @@
 """The device that a program is traced for; it may be a device that is not present, for compilation alone."""
 
+import os
 import re
 
 import jax
@@ -15,6 +16,11 @@ _HOPPER = re.compile(r"NVIDIA (H100|H200|H800|H20|GH200)\b")
 # with its operand.
 _OFF = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion,tree_reduction_rewriter"
 
+# Commands that a graph of launches may hold: XLA's own choice (jaxlib 0.10 to 0.11), and loops whose length
+# the device computes, as sampling has. Outside of a graph the host waits for the device to read the length.
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+_GRAPHS = "xla_gpu_enable_command_buffer"
+
 
 def platform() -> str:
     """ "cpu", "gpu" or "tpu"."""
@@ -22,18 +28,24 @@ def platform() -> str:
     return jax.default_backend() if described is None else described.platform
 
 
-def compiler_options(micro_batches: int = 1) -> JsonObject | None:
+def compiler_options(micro_batches: int = 1, devices: int = 1) -> JsonObject:
     """Options of XLA for the programs that serve.
 
     On a CPU they ask for whole vector registers, not halves: loops that stream weights read each cache line
-    once (docs/cpu.md). Narrower registers are not affected. On a GPU with several micro-batches they allow
-    two collectives under way at once, one between hosts and one within.
+    once (docs/cpu.md). Narrower registers are not affected. On a GPU they make a step one graph of launches,
+    collectives between several devices included, unless XLA_FLAGS names graphs itself; with several
+    micro-batches they allow two collectives under way at once, one between hosts and one within.
     """
     if platform() == "cpu":
         return {"xla_cpu_prefer_vector_width": 512, "xla_disable_hlo_passes": _OFF}
-    if platform() == "gpu" and micro_batches > 1:
-        return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2 * micro_batches}
-    return None
+    if platform() != "gpu":
+        return {}
+    found: JsonObject = {}
+    if _GRAPHS not in os.environ.get("XLA_FLAGS", ""):
+        found[_GRAPHS] = _IN_GRAPHS + ",COLLECTIVES" * (devices > 1)
+    if micro_batches > 1:
+        found["xla_gpu_experimental_parallel_collective_overlap_limit"] = 2 * micro_batches
+    return found
 
 
 def multiplies_bf16() -> bool:

@@ -15,6 +15,7 @@ from typing import TypeGuard
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
+from mtp_jax.model.config_parts import GqaConfig, IndexerConfig
 from mtp_jax.model.hf_quantization import quantisation
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -163,28 +164,20 @@ def _model_type(raw: JsonObject) -> str:
 def _indexer(raw: JsonObject) -> JsonObject | None:
     """The sparse attention's indexer: arguments of ``IndexerConfig``, None without."""
     kind = _model_type(raw)
-    names = {"heads": "index_n_heads", "dim": "index_head_dim", "topk": "index_topk"}
-    found = {field: raw[name] for field, name in names.items() if raw.get(name) is not None}
-    if not found and kind not in _SPARSE:
+    found = {f: raw[name] for f, name in IndexerConfig.KEYS.items() if raw.get(name) is not None}
+    needed = {field: IndexerConfig.KEYS[field] for field in ("heads", "dim", "topk")}
+    if not found.keys() & needed.keys() and kind not in _SPARSE:
         return None
-    if lacks := [name for field, name in names.items() if field not in found]:
-        raise ConfigError(f"config.json lacks {', '.join(lacks)}; sparse attention needs {_listed(names)}")
-    interleaved = raw.get("indexer_rope_interleave")
-    share = raw.get("index_share_for_mtp_iteration")
-    return {
-        **found,
-        "interleaved": _SPARSE.get(kind, False) if interleaved is None else interleaved,
-        "shared": _shared(raw),
-        "share_drafts": False if share is None else share,
-    }
+    if lacks := [name for field, name in needed.items() if field not in found]:
+        raise ConfigError(f"config.json lacks {', '.join(lacks)}; sparse attention needs {_listed(needed)}")
+    return {"interleaved": _SPARSE.get(kind, False), "shared": _shared(raw), **found}
 
 
 def _gqa(raw: JsonObject) -> JsonObject:
     """Grouped-query attention: arguments of ``GqaConfig``, None where attention is MLA."""
     if _model_type(raw) != _GQA:
         return {"gqa": None}
-    names = {"kv_heads": "num_key_value_heads", "head_dim": "head_dim", "rotary": "partial_rotary_factor"}
-    names |= {"qk_norm": "use_qk_norm", "bias": "attention_bias"}
+    names = GqaConfig.KEYS
     nested = raw.get("rope_parameters")
     given = (nested if isinstance(nested, dict) else {}, raw)
     found: JsonObject = {}

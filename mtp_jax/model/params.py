@@ -36,7 +36,12 @@ def dtype_of(spec: Spec, dtype: str) -> np.dtype:
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
     """Random parameters: N(0, 1/fan_in) for matrices, N(0, 0.02^2) for embeddings, one for norms."""
-    leaves, tree = jax.tree.flatten(param_specs(cfg))
+    return init_tree(param_specs(cfg), key, dtype)
+
+
+def init_tree(specs: Tree, key: jax.Array, dtype: str = "float32") -> Tree:
+    """``init_params`` of a tree of specs."""
+    leaves, tree = jax.tree.flatten(specs)
 
     def init(i: int, spec: Spec) -> jax.Array:
         kind = dtype_of(spec, dtype)

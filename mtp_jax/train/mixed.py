@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from mtp_jax.model.attention.gqa import Gqa
@@ -24,11 +25,11 @@ from mtp_jax.model.products.plain import Products, Rows, Weight
 Factors = Literal["float32", "bfloat16"]
 
 
-def differentiable(factors: Factors = "float32") -> Backend:
+def differentiable(factors: Factors = "float32", mesh: Mesh | None = None) -> Backend:
     """The backend that has derivatives: every expert computes every row."""
     if factors == "float32":
-        return xla(experts="dense")
-    on = Bf16Products()
+        return xla(mesh, experts="dense")
+    on = Bf16Products(mesh)
     return Backend(on, Bf16Latent(on), Gqa(on), Experts(on, "dense"))
 
 

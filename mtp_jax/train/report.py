@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -58,10 +59,33 @@ class Reporter:
             file.write(json.dumps(record) + "\n")
 
 
-def plot_losses(out_dir: Path) -> Path | None:
-    """Draw `loss.png` from `metrics.jsonl`: training and held-out losses against steps.
+@dataclass(frozen=True)
+class Panel:
+    """A plot of one kind of figure, of which each record has several.
 
-    The training losses stand there as they are, light, and smoothed, in full colour; the legend says so.
+    Attributes:
+        key: its name in the records.
+        says: its name and unit, for the axis.
+        names: names of its curves; the last one serves all further curves, with their number.
+    """
+
+    key: str
+    says: str
+    names: tuple[str, ...]
+
+    def name(self, curve: int) -> str:
+        """The name of a curve, from 0."""
+        last = len(self.names) - 1
+        return self.names[curve] if curve < last else f"{self.names[last]} {curve - last + 1}"
+
+
+LOSSES = (Panel("losses", "cross entropy, nats per token", ("next token", "MTP depth")),)
+
+
+def plot_losses(out_dir: Path, panels: Sequence[Panel] = LOSSES) -> Path | None:
+    """Draw `loss.png` from `metrics.jsonl`: training and held-out figures against steps.
+
+    The training figures stand there as they are, light, and smoothed, in full colour; the legend says so.
     Without matplotlib there is no figure.
     """
     try:
@@ -73,23 +97,21 @@ def plot_losses(out_dir: Path) -> Path | None:
     from matplotlib import pyplot
 
     records = _read(out_dir / "metrics.jsonl")
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    train = [r for r in records if "losses" in r]
-    held = [r for r in records if "held_out" in r]
-    for depth in range(max((len(r["losses"]) for r in train), default=0)):
-        name = "next token" if depth == 0 else f"MTP depth {depth}"
-        points = [(r["step"], r["losses"][depth]) for r in train if len(r["losses"]) > depth]
-        steps, values = [step for step, _ in points], [loss for _, loss in points]
-        (line,) = axes.plot(steps, smoothed(values), label=f"{name}, smoothed", zorder=2)
-        axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
-        dots = [
-            (r["step"], r["held_out"]["losses"][depth]) for r in held if len(r["held_out"]["losses"]) > depth
-        ]
-        axes.plot([d[0] for d in dots], [d[1] for d in dots], "o", color=line.get_color(), markersize=4)
-    axes.set(xlabel="step", ylabel="cross entropy, nats per token", title="training (lines), held out (dots)")
-    axes.grid(alpha=0.3)
-    if train:
-        axes.legend(title=f"exponential mean over about {SMOOTHING_STEPS} steps; light: single steps")
+    figure, rows = pyplot.subplots(len(panels), figsize=(8, 5 * len(panels)), squeeze=False)
+    for panel, axes in zip(panels, rows[:, 0], strict=True):
+        train = [(r["step"], r[panel.key]) for r in records if panel.key in r]
+        held = [(r["step"], r["held_out"][panel.key]) for r in records if "held_out" in r]
+        for curve in range(max((len(values) for _, values in train), default=0)):
+            points = [(step, values[curve]) for step, values in train if len(values) > curve]
+            steps, values = [step for step, _ in points], [value for _, value in points]
+            (line,) = axes.plot(steps, smoothed(values), label=f"{panel.name(curve)}, smoothed", zorder=2)
+            axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
+            dots = [(step, values[curve]) for step, values in held if len(values) > curve]
+            axes.plot([d[0] for d in dots], [d[1] for d in dots], "o", color=line.get_color(), markersize=4)
+        axes.set(xlabel="step", ylabel=panel.says, title="training (lines), held out (dots)")
+        axes.grid(alpha=0.3)
+        if train:
+            axes.legend(title=f"exponential mean over about {SMOOTHING_STEPS} steps; light: single steps")
     path = out_dir / "loss.png"
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

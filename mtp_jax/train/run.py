@@ -28,7 +28,7 @@ class Run:
     def begin(self, state: TrainState, about: JsonObject, beside: JsonObject) -> tuple[int, TrainState]:
         """The number of steps that are done, and the state after them.
 
-        about: facts of the run that must stay; `beside`: others, kept with them. Both are in `run.json`.
+        about: facts of the run that must stay; `beside`: more, kept with them. Both are in `run.json`.
         Raises CheckpointError if the folder holds another run or a longer one, or a run that must not go on.
         """
         out_dir, last = self._out_dir, self._last

@@ -265,3 +265,19 @@ def test_an_update_reads_the_head_from_its_folder_or_keeps_it(tmp_path: Path):
         read_update(loaded.config, loaded.params, TRUNK, dtype="float32")
     with pytest.raises(CheckpointError, match="does not fit the loaded drafter"):
         read_update(loaded.config, loaded.params, TRUNK, edited(tmp_path, norm_output=True), dtype="float32")
+
+
+def test_an_update_takes_the_list_of_taps_as_the_load_did(tmp_path: Path):
+    """By default the list would name the outputs of layers that the model does not have."""
+
+    def reading(name: str, *layers: int) -> Path:
+        return edited(tmp_path / name, eagle_config={"eagle_aux_hidden_state_layer_ids": layers})
+
+    last = load(TRUNK).config.num_hidden_layers
+    head, other = reading("a", 1, 2, last), reading("b", 0, 2, last)
+    with pytest.raises(ConfigError, match="outputs of layers"):
+        load(TRUNK, head)
+    loaded = load(TRUNK, head, draft_captures="inputs")
+    assert_same(read_update(loaded.config, loaded.params, TRUNK, head, dtype="float32"), loaded.params)
+    with pytest.raises(CheckpointError, match="does not fit the loaded drafter"):
+        read_update(loaded.config, loaded.params, TRUNK, other, dtype="float32")

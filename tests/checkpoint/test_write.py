@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from mtp_jax.checkpoint import export_nextn, load, save_checkpoint
+from mtp_jax.checkpoint import export_nextn, load, save_checkpoint, save_drafter
 from mtp_jax.checkpoint.folder import INDEX
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import assert_same, edit_tensors, read_folder
-from tests.golden import VARIANTS, model_dir, raw_config
+from tests.golden import HEADS, VARIANTS, model_dir, raw_config
 
 SMALL = 400_000  # bytes; several shards for these models
 
@@ -178,3 +179,29 @@ def test_what_cannot_be_exported(tmp_path: Path):
         export_nextn(tmp_path / "none", tmp_path / "draft")
     with pytest.raises(CheckpointError, match="is there already and not empty"):
         export_nextn(model_dir("v3"), tmp_path / "none")
+
+
+@pytest.mark.parametrize("variant", ["mtp2", "fp8", "glm45", "dsa_glm5", *HEADS])
+def test_a_drafter_comes_back_alone(tmp_path: Path, variant: str):
+    """Beside the same trunk, in bfloat16, with the configuration that it had but for the dtype."""
+    draft = model_dir(variant, "draft") if variant in HEADS else None
+    before = load(model_dir(variant), draft)
+    save_drafter(
+        tmp_path, before.config, before.params, read_json((draft or model_dir(variant)) / "config.json")
+    )
+    after = load(model_dir(variant), tmp_path)
+    told = (str(found.config).replace("bfloat16", "float32") for found in (before, after))
+    assert len({*told}) == 1
+
+    def rounded(a: jax.Array) -> jax.Array:
+        return a if a.dtype == jnp.int32 else a.astype(jnp.bfloat16).astype(a.dtype)
+
+    for got, want in zip(*map(jax.tree.leaves, (after.params.drafts, before.params.drafts)), strict=True):
+        np.testing.assert_array_equal(rounded(got), rounded(want))
+    assert_same(after.params.with_drafts(), before.params.with_drafts())
+    names = read_folder(tmp_path)
+    assert not [name for name in names if name.startswith("draft_head")]
+    if draft is None:
+        assert {name.split(".")[2] for name in names} == {
+            str(before.config.num_hidden_layers + k) for k in range(before.config.num_nextn_predict_layers)
+        }

@@ -124,7 +124,7 @@ def lowered(case: Case) -> Any:
 def cost_of(case: Case) -> Cost:
     """Compile a program and count."""
     with tempfile.TemporaryDirectory() as dump:
-        options = {**(compiler_options() or {}), "xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        options = {**compiler_options(), "xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         text = lowered(case).compile(options).as_text()
         kernels = sum(name.endswith(".o") for name in os.listdir(dump))
     return Cost(len(re.findall(" = ", text)), kernels, run_by(text))

@@ -17,6 +17,7 @@ import time
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from mtp_jax.decode.step import Step
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig, ModelConfig
+from mtp_jax.model.device import compiler_options
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form
 from mtp_jax.model.narrow import Fp8
@@ -43,7 +45,7 @@ from mtp_jax.model.spec import may_be_narrow, scale_spec
 from mtp_jax.model.trunk import Model, Sight, block
 from mtp_jax.model.visible import chain
 
-DEPTH, PAGE = 3, 64
+PAGE = 64
 BUDGET = Path(__file__).with_name("step_budget.toml")
 # Devices along `data`, which splits slots, and along `model`, which splits heads; both split experts.
 MESHES = {"one": (1, 1), "data8": (8, 1), "model8": (1, 8)}
@@ -51,18 +53,30 @@ MESHES = {"one": (1, 1), "data8": (8, 1), "model8": (1, 8)}
 
 @dataclass(frozen=True)
 class Load:
-    """What a step decodes: so many slots, each with so many cached rows; and on which meshes."""
+    """The work of a step, and the meshes that it is compiled for.
+
+    Attributes:
+        slots, rows: slots, and cached rows of each.
+        depth: drafts that are verified.
+    """
 
     slots: int
     rows: int
     indexer: IndexerConfig | None = None
     meshes: tuple[str, ...] = ("one", "data8", "model8")
     experts: int = 256
+    depth: int = 3
 
 
 INDEXER = IndexerConfig(heads=64, dim=128, topk=2048)
 # Sizes that no weight has, so that arrays of tokens and of rows are told from weights by their shapes.
-LOADS = {"": Load(128, 4096), "sparse_": Load(40, 12288, INDEXER, ("one", "data8"))}
+LOADS = {
+    "": Load(128, 4096),
+    "sparse_": Load(40, 12288, INDEXER, ("one", "data8")),
+    "slots1_": Load(1, 4096, meshes=("one", "model8")),
+    "slots1_window1_": Load(1, 4096, meshes=("one", "model8"), depth=0),
+    "slots8_": Load(8, 4096, meshes=("one", "model8")),
+}
 DENSE = LOADS[""]
 # Layers of DeepSeek-V3 that have a cache: its trunk's, and NextN.
 WHOLE = 61 + 1
@@ -117,10 +131,15 @@ def abstract_params(cfg: ModelConfig, mesh: Mesh) -> Params:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled program and what it puts on a GPU."""
+    """A compiled program and what it puts on a GPU.
+
+    Attributes:
+        entries: number of graphs, and of launches outside of graphs.
+    """
 
     compiled: jax.stages.Compiled
     launches: tuple[str, ...]
+    entries: int
 
     @property
     def temp_mib(self) -> float:
@@ -134,8 +153,10 @@ class Program:
 
 def compile_program(mesh: Mesh, function: Any, *inputs: Any, dump: Path) -> Program:
     """Compile for the mesh."""
-    compiled = target.compile_for(mesh, function, *inputs, dump=dump)
-    return Program(compiled, report.launches(target.xla_dump(dump.parent)))
+    options = partial(compiler_options, devices=mesh.size)
+    compiled = target.compile_for(mesh, function, *inputs, dump=dump, options=options)
+    told = target.xla_dump(dump.parent)
+    return Program(compiled, report.launches(told), report.entries(told))
 
 
 def backend(mesh: Mesh) -> Backend:
@@ -149,7 +170,7 @@ def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Pro
     sizes = StateShape(load.slots, load.slots // data * columns, PAGE, columns, cfg.dtype)
     model, drafter = Model(cfg, backend(mesh)), build(cfg)
     state = abstract_state(Model(cfg, xla(mesh)), drafter, sizes)
-    step = Step(model, drafter, StepKey(load.slots, DEPTH, columns, SamplingMode()))
+    step = Step(model, drafter, StepKey(load.slots, load.depth, columns, SamplingMode()))
     run = jax.jit(step, donate_argnums=1)
     return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
 
@@ -169,8 +190,8 @@ def layers_of(
     def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition(axis)))
 
-    x = array(jnp.bfloat16, "slots", load.slots, DEPTH + 1, cfg.hidden_size)
-    positions = array(jnp.int32, "slots", load.slots, DEPTH + 1)
+    x = array(jnp.bfloat16, "slots", load.slots, load.depth + 1, cfg.hidden_size)
+    positions = array(jnp.int32, "slots", load.slots, load.depth + 1)
     table = array(jnp.int32, "slots", load.slots, load.rows // PAGE)
     count = load.slots * load.rows // PAGE + data
     widths = [cfg.latent_dim] + ([] if load.indexer is None else [load.indexer.dim])
@@ -178,7 +199,7 @@ def layers_of(
     pages = LayerCache(*arrays)
 
     def run(params: tuple[Layer, ...], x: Any, positions: Any, table: Any, pages: tuple[Any, ...]) -> Any:
-        view = PagedView(table, positions, chain(positions[:, 0], DEPTH + 1), form)
+        view = PagedView(table, positions, chain(positions[:, 0], load.depth + 1), form)
         angles, kept = rope_angles(cfg, positions), []
         for p, mine in zip(params, pages, strict=True):
             x, mine, *_ = block(p, Model(cfg, on), x, Sight(angles, (view,)), mine)
@@ -217,7 +238,7 @@ def wide_copies(compiled: jax.stages.Compiled, params: Params) -> Counter[str]:
 
 def beyond_scores(compiled: jax.stages.Compiled, mesh: Mesh, load: Load) -> Counter[str]:
     """Results over all rows of a slot that take more memory than the indexer's scores, which are float32."""
-    tokens = load.slots // mesh.shape["data"] * (DEPTH + 1)
+    tokens = load.slots // mesh.shape["data"] * (load.depth + 1)
     found = Counter()
     for kind, bits, dims in _ANY_RESULT.findall(compiled.as_text() or ""):
         shape = [int(n) for n in dims.split(",")]
@@ -259,10 +280,11 @@ def check_layer(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
         print(line.split("grid:")[0].rstrip(), purpose)
     each = len(two.launches) - len(one.launches)
     once = len(one.launches) - each
-    print(f"{name}: {each} launches of each layer, and {once} once per step", flush=True)
+    print(f"{name}: {each} launches of each layer, and {once} once; {two.entries} entries of two", flush=True)
     more = two.temp_mib - one.temp_mib
     print(f"{name}: temporary memory {one.temp_mib:.1f} MiB, {more:+.1f} with the second layer", flush=True)
     found = {"launches_per_layer": each, "launches_once": once, "temp_mib_second_layer": more}
+    found["entries"] = two.entries
     return [fault for what, got in found.items() for fault in over(name, what, got)]
 
 
@@ -277,7 +299,8 @@ def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     beyond = beyond_scores(program.compiled, mesh, load)
     gib = {what: getattr(memory, f"{what}_size_in_bytes") / 2**30 for what in ("argument", "alias")}
     print(
-        f"{name}: {len(program.launches)} launches; arguments {gib['argument']:.1f} GiB, "
+        f"{name}: {len(program.launches)} launches in {program.entries} entries; "
+        f"arguments {gib['argument']:.1f} GiB, "
         f"temporary {program.temp_mib:.0f} MiB, {share:.2f} % of all {WHOLE} layers' cache of "
         f"{WHOLE * of_layer / 2**30:.1f} GiB; cache {cache / 2**30:.2f}, in place {gib['alias']:.2f} GiB; "
         f"weights in a wider type: {dict(copies) or 'none'}; "

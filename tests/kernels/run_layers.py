@@ -17,7 +17,7 @@ from mtp_jax.model.backend import backend
 from mtp_jax.model.device import is_hopper
 from mtp_jax.model.products.stream import plus, stream
 from mtp_jax.model.sharding import make_mesh
-from tests.kernels.compile_step import DEPTH, INDEXER, Load, layers_of
+from tests.kernels.compile_step import INDEXER, Load, layers_of
 from tests.kernels.random_weights import random_params
 
 # Kernels quantise activations: 2.5 % of a product's norm, 4.4 % of a SwiGLU layer's (docs/kernels.md).
@@ -30,7 +30,9 @@ def run(load: Load, layers: int, kernels: KernelChoice, key: jax.Array) -> jax.A
     params, x, positions, table, pages = shapes
     keys = jax.random.split(key, 3)
     given = jax.random.normal(keys[1], x.shape, x.dtype)
-    at = jnp.broadcast_to(jnp.arange(load.rows - DEPTH - 1, load.rows), positions.shape).astype(jnp.int32)
+    at = jnp.broadcast_to(jnp.arange(load.rows - load.depth - 1, load.rows), positions.shape).astype(
+        jnp.int32
+    )
     # Page 0 belongs to no slot.
     columns = 1 + jnp.arange(table.shape[0] * table.shape[1], dtype=jnp.int32).reshape(table.shape)
     cache = jax.tree.map(lambda p: jax.random.normal(keys[2], p.shape, p.dtype), pages)

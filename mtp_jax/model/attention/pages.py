@@ -16,15 +16,16 @@ Write = Callable[[Any, Any, Int[Array, "B n"], Int[Array, "B W"]], Any]
 def by_scatter(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]) -> Tree:
     """A tree of ``pages`` [P, S, c] with the rows [B, W, c] written; in place when donated.
 
-    Rows that are not to be written (negative numbers) go to the last page, which no sequence owns; so do rows
-    past the table, of an executable deeper than its slots' depth.
+    Rows with a negative number in ``written`` are dropped. Rows past the page table are dropped, too; they
+    occur where a program is deeper than its slots' depth. In one place of a spare page these rows would wait
+    for others, as a GPU writes bfloat16 by atomic operations.
     """
     count, size = jax.tree.leaves(pages)[0].shape[:2]
-    page, offset, _ = places(count, size, page_table, written)
+    page, offset, inside = places(count, size, page_table, written)
+    page = jnp.where(inside, page, count)
 
     def scatter(pages: Array, rows: Array) -> Array:
-        rows = rows.reshape(-1, rows.shape[-1])
-        return pages.at[page, offset].set(rows, mode="promise_in_bounds")
+        return pages.at[page, offset].set(rows.reshape(-1, rows.shape[-1]), mode="drop")
 
     return jax.tree.map(scatter, pages, rows)
 
