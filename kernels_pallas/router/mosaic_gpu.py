@@ -135,7 +135,7 @@ def _keep_groups(
             for h, other in enumerate(scores)
             if h != g
         ]
-        kept = spread(sum(ahead)) < rule.kept
+        kept = spread(reduce(jnp.add, ahead)) < rule.kept
         out += [jnp.where(kept, c, _DROPPED) for c in choice[g * each : (g + 1) * each]]
     return out
 
