@@ -2,12 +2,13 @@
 
 import argparse
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_options, captures, given, model_dir, open_llm, reporter
+from mtp_jax.commands.options import add_options, chosen, given, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, add_model
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
@@ -17,7 +18,6 @@ from mtp_jax.train.tune_options import TuneOptions
 
 if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
-    from mtp_jax.train.start import Start
 
 _SLOTS, _MAX_TOKENS = 8, 512
 _ENGINE = (
@@ -55,12 +55,10 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tune. Returns the exit status."""
-    options = TuneOptions(**given(args, TuneOptions))
-    engine = given(args, LLMOptions)
-    drafts = engine.get("num_speculative_tokens", LLMOptions.num_speculative_tokens)
-    if not drafts:
+    options, directory = chosen(args, TuneOptions), model_dir(args)
+    model = chosen(args, LLMOptions, model=directory)
+    if not model.drafts:
         raise ConfigError("num_speculative_tokens = 0; expected 1 or more: the drafts to tune")
-    directory, draft_model = model_dir(args), engine.get("draft_model")
     try:
         from mtp_jax.train.tune import Given, tune
     except ModuleNotFoundError as error:
@@ -69,16 +67,14 @@ def run(args: argparse.Namespace) -> int:
     from mtp_jax.checkpoint.digest import folder_digest
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.train.prompts import digest
-    from mtp_jax.train.start import begin
 
-    seed, report = options.seed, reporter(args)
+    report, draft_model = reporter(args), model.draft_model
     sampling = {"max_tokens": _MAX_TOKENS} | given(args, SamplingParams)
     facts = {
         "prompts": digest(args.prompts),
         "model": folder_digest(directory),
-        "head": folder_digest(draft_model) if draft_model else options.fresh,
+        "head": folder_digest(Path(draft_model)) if draft_model else options.fresh,
     }
-    mesh = make_mesh(*engine["mesh"]) if "mesh" in engine else None
 
     def opened(head: Path | None) -> "LLM":
         own = copy(args)
@@ -90,20 +86,9 @@ def run(args: argparse.Namespace) -> int:
             own.num_speculative_tokens = 0
         return open_llm(own, report, _SLOTS)
 
-    def begun() -> "Start":
-        with report.phase("read head"):
-            return begin(
-                directory,
-                draft_model,
-                captures(args),
-                engine.get("num_nextn_layers"),
-                options.fresh,
-                seed,
-                mesh,
-            )
-
-    what = Given(args.prompts, args.out, facts, sampling, drafts, seed, mesh)
-    found = tune(what, options, opened, begun, report)
+    mesh = make_mesh(*args.mesh) if "mesh" in args else None
+    files = Given(options, replace(model, mesh=mesh), args.prompts, args.out, facts, sampling)
+    found = tune(files, opened, report)
     show.write(_table(found) + f"{args.out / 'head'}\n")
     return 0
 

@@ -255,10 +255,10 @@ def row_keys(
 ) -> Key[Array, " B"]:
     """One key per row that depends on (seed, position, purpose) only, never on slot, batch or depth.
 
-    position: the slot's committed length when its drafting starts, for *every* random number of the step;
-    draft i is told apart by purpose DRAFT + i. Were drafts keyed by their own position, the next step would
-    draw the same numbers again, and block verification has conditioned on them by then: the output would be
-    biased. Coupled verification does key by a token's own position: it conditions on nothing.
+    position: the slot's committed length when its drafting starts. All random numbers of a step share this
+    position, and purpose DRAFT + i distinguishes draft i. If drafts had keys by their own position, the next
+    step would draw the same numbers again, and block verification has conditioned on them by then: the output
+    would be biased. Coupled verification alone uses each token's own position, as it conditions on nothing.
     """
 
     def key(row_seed: Array, row_position: Array) -> Array:

@@ -148,8 +148,8 @@ class Step:
     ) -> tuple[State, StepResult]:
         """Draft, verify, emit 1 to wanted + 1 tokens per slot, and the first token of prompts that end.
 
-        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. estimate: see
-        ``ranking.survival``, where ``key.kept`` says how many drafts are verified. Raises ConfigError.
+        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. estimate: slope
+        and bias for ``ranking.survival``, where ``key.kept`` is set. Raises ConfigError.
         """
         state, drafts = self.draft(params, state, None, wanted) if self.key.slots else (state, None)
         return self.verify(params, state, drafts, None, chunk, estimate)

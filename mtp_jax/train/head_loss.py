@@ -20,6 +20,7 @@ from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import DraftModule
 from mtp_jax.model.params import Params
+from mtp_jax.model.sharding import data_size
 from mtp_jax.train.states import Windows
 from mtp_jax.train.tune_options import Objective
 
@@ -50,8 +51,7 @@ class Task:
     @property
     def taps(self) -> tuple[int, ...]:
         """Residual streams that the head reads."""
-        head = self.head.head if isinstance(self.head, Blocks) else None
-        features = head.taps if head else self.head.features  # pyright: ignore[reportAttributeAccessIssue]
+        features = self.head.head.taps if isinstance(self.head, Blocks) else self.head.features
         return tuple(sorted({k for k in features if k != FINAL}))
 
     @property
@@ -121,9 +121,15 @@ def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tup
     return (weights * aux.losses).sum() / weights.sum(), jax.lax.stop_gradient(aux)
 
 
-def split(drafts: Any) -> Any:
-    """The arrays that learn: weights, and no ids."""
-    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.floating) else None, drafts)
+def split(params: Params) -> tuple[Any, Params]:
+    """(The arrays of ``params.drafts`` that learn, which are no ids; all other parameters)."""
+
+    def only(learns: bool) -> Any:
+        return jax.tree.map(
+            lambda a: a if jnp.issubdtype(a.dtype, jnp.floating) == learns else None, params.drafts
+        )
+
+    return only(True), params.with_drafts(only(False))
 
 
 def merged(trained: Any, drafts: Any) -> Any:
@@ -201,8 +207,9 @@ def _of_blocks(task: Task, params: Params, w: Windows, teacher: Float[Array, "B 
     blocks, on = task.head, task.on
     assert isinstance(blocks, Blocks)
     (batch, length), cfg, head = w.tokens.shape, blocks.head.layers, blocks.head
-    # Every window is a page; its blocks are slots that see it.
-    pages, positions = jnp.arange(batch)[:, None], jnp.broadcast_to(jnp.arange(length), w.tokens.shape)
+    # Every window is a page, with a number in its data shard; its blocks are slots that see it.
+    pages = jnp.arange(batch)[:, None] % (batch // data_size(on.mesh))
+    positions = jnp.broadcast_to(jnp.arange(length), w.tokens.shape)
     empty = [empty_cache(batch, length, cfg, i, jnp.float32) for i in range(cfg.num_hidden_layers)]
     context = blocks.context(params, on, [w.states[k].astype(jnp.float32) for k in head.taps])
     caches = blocks.write(params, on, context, positions, pages, tuple(empty))
@@ -210,7 +217,7 @@ def _of_blocks(task: Task, params: Params, w: Windows, teacher: Float[Array, "B 
     first = of_text.argmax(-1).reshape(-1)
     window, at = jnp.repeat(jnp.arange(batch), w.anchors.shape[1]), w.anchors.reshape(-1)
     active = jnp.ones_like(at, bool)
-    x = blocks.run(params, on, w.tokens[window, at], at, active, window[:, None], caches, first)
+    x = blocks.run(params, on, w.tokens[window, at], at, active, pages[window], caches, first)
     z = blocks.normed(params, x)
     for k in range(task.drafts):
         row, before, here = k if head.anchored else k + 1, at + k, at + k + 1

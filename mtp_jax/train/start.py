@@ -1,12 +1,15 @@
 """The head that a tuning begins with, beside the tables of its trunk; and the tuned head as a folder."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
+from mtp_jax.api.demo import demo_model
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.checkpoint.folder import read_config
 from mtp_jax.checkpoint.head import head_config
 from mtp_jax.checkpoint.orbax_store import is_orbax
@@ -15,11 +18,10 @@ from mtp_jax.checkpoint.write import save_drafter
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_config import Captures
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import NextN, Params, init_tree, param_specs
 from mtp_jax.model.sharding import check_divisible, param_sharding
-from mtp_jax.train.tune_options import Fresh
+from mtp_jax.train.tune_options import TuneOptions
 
 
 @dataclass(frozen=True)
@@ -41,45 +43,43 @@ class Start:
         """The same without indexers: a window of at most ``index_topk`` tokens attends to all its rows."""
         if self.cfg.indexer is None:
             return self
-        return replace(self, cfg=replace(self.cfg, indexer=None), params=_with_indexers(self.params, _NONE))
+        return replace(
+            self, cfg=replace(self.cfg, indexer=None), params=_with_indexers(self.params, repeat(None))
+        )
 
     def save(self, directory: Path, drafts: Any) -> None:
         """Write the head with other parameters, which may be ``dense``."""
-        own = [_attention(layer).indexer for layer in self.params.nextn] if self.cfg.indexer else _NONE
-        params = _with_indexers(self.params.with_drafts(drafts), own)
+        params = self.params.with_drafts(drafts)
+        if self.cfg.indexer:
+            own = (getattr(layer.layer.attention, "indexer", None) for layer in self.params.nextn)
+            params = _with_indexers(params, own)
         save_drafter(directory, self.cfg, params, self.raw)
 
 
-_NONE = (None,) * 64
-
-
-def begin(
-    model_dir: Path,
-    draft_model: Path | None,
-    captures: Captures | None,
-    num_nextn_layers: int | None,
-    fresh: Fresh | None,
-    seed: int,
-    mesh: Mesh | None,
-) -> Start:
-    """Load a head, or make one. Raises ConfigError, CheckpointError."""
-    if is_orbax(model_dir):
-        raise ConfigError(f"{model_dir} is an Orbax folder; a head is tuned for a folder as it was released")
+def begin(model: LLMOptions, options: TuneOptions) -> Start:
+    """Load the head of a model, or make one. Raises ConfigError, CheckpointError."""
+    folder, draft_model, fresh, mesh = (
+        Path(model.model or demo_model()),
+        model.draft_model,
+        options.fresh,
+        model.mesh,
+    )
+    if is_orbax(folder):
+        raise ConfigError(f"{folder} is an Orbax folder; a head is tuned for a folder as it was released")
     if fresh and draft_model is not None:
         raise ConfigError(f"fresh = {fresh!r} beside draft_model = {draft_model}; leave one of them out")
-    nextn = 0 if fresh else num_nextn_layers
     loaded = load_folder(
-        model_dir,
+        folder,
         draft_model,
         mesh=mesh,
-        num_nextn_layers=nextn,
-        draft_captures=captures,
+        num_nextn_layers=0 if fresh else model.num_nextn_layers,
+        draft_captures=model.draft_captures,
         layers=False,
     )
-    declared, raw = read_config(model_dir)
+    declared, raw = read_config(folder)
     if not fresh:
         if loaded.config.drafter is not None and draft_model is not None:
-            raw = read_json(draft_model / "config.json")
+            raw = read_json(Path(draft_model) / "config.json")
         return Start(loaded.config, loaded.params, raw | _counted(loaded.config))
     if fresh == "nextn":
         cfg = loaded.config.with_nextn(declared.nextn_moe[:1] or (False,))
@@ -89,9 +89,8 @@ def begin(
         cfg = replace(loaded.config, drafter=head_config(raw, loaded.config, {}, None))
     check_divisible(cfg, mesh)
     specs = param_specs(cfg).drafts
-    drafts = init_tree(specs, jax.random.key(seed))
-    if mesh is not None:
-        drafts = jax.device_put(drafts, jax.tree.map(lambda s: param_sharding(s, mesh), specs))
+    where = mesh and jax.tree.map(lambda spec: param_sharding(spec, mesh), specs)
+    drafts = jax.jit(lambda key: init_tree(specs, key), out_shardings=where)(jax.random.key(options.seed))
     return Start(cfg, loaded.params.with_drafts(drafts), raw)
 
 
@@ -112,11 +111,7 @@ def _eagle3(cfg: ModelConfig) -> JsonObject:
     }
 
 
-def _attention(layer: NextN) -> Any:
-    return layer.layer.attention
-
-
-def _with_indexers(params: Params, indexers: Any) -> Params:
+def _with_indexers(params: Params, indexers: Iterable[Any]) -> Params:
     """Parameters whose NextN layers have these indexers."""
 
     def one(p: NextN, indexer: Any) -> NextN:

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mtp_jax.api.llm import LLM
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter as Phases
 from mtp_jax.checkpoint.write import write_json
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.params import Params
+from mtp_jax.model.sharding import data_size, partition
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.head_loss import Aux, Task, head_of, merged, objective, split
 from mtp_jax.train.mixed import differentiable
@@ -31,7 +33,7 @@ from mtp_jax.train.prompts import Text, read_prompts
 from mtp_jax.train.recipe import Descent
 from mtp_jax.train.report import Panel, Reporter, plot_losses
 from mtp_jax.train.run import Run, check_same_run, checked
-from mtp_jax.train.start import Start
+from mtp_jax.train.start import Start, begin
 from mtp_jax.train.states import Stream, Windows, write_states
 from mtp_jax.train.step import TrainState
 from mtp_jax.train.tune_options import TuneOptions
@@ -52,69 +54,62 @@ class Given:
     """The files and the model of a tuning.
 
     Attributes:
+        options: of the tuning.
+        model: the model, the head to begin with, and the devices.
         prompts: the file of texts, JSON lines.
         out: receives `states/`, `state/`, `metrics.jsonl`, `loss.png`, `report.json` and `head/`.
         facts: facts of the model and the head that a resumed run must share.
         sampling: options of the answers.
-        drafts: drafts of a step of the engine.
-        seed: of windows and of a random head.
-        mesh: the devices that tune.
     """
 
+    options: TuneOptions
+    model: LLMOptions
     prompts: Path
     out: Path
     facts: JsonObject
     sampling: JsonObject
-    drafts: int
-    seed: int
-    mesh: Mesh | None
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of a step of the engine."""
+        return self.model.drafts
 
 
-def tune(
-    given: Given,
-    options: TuneOptions,
-    open_llm: Callable[[Path | None], LLM],
-    begin: Callable[[], Start],
-    report: Phases,
-) -> JsonObject:
+def tune(given: Given, open_llm: Callable[[Path | None], LLM], report: Phases) -> JsonObject:
     """Tune a head and return the contents of `report.json`; goes on where an interrupted run stopped.
 
     open_llm: opens the model with the drafter of this folder; None: with its own, if it has one.
-    begin: loads the head to tune. The model and the head are never in memory together.
+    The model and the head that learns are never in memory together.
 
     Raises:
         ConfigError, CheckpointError, RequestError: the message names the option or the file to change.
         KeyboardInterrupt: Ctrl-C; shards and steps that were done are kept.
     """
     given.out.mkdir(parents=True, exist_ok=True)
-    start = begin()
-    task = _task(given, options, start)
-    before = _prepare(given, options, task, open_llm, report)
-    drafts = _learn(given, options, task, start)
-    start.save(given.out / "head", drafts)
-    del start, drafts
+    with report.phase("read head"):  # so that it is refused before the model is loaded
+        task = _task(given, begin(given.model, given.options))
+    before = _prepare(given, task, open_llm, report)
+    _learn(given, task, begin(given.model, given.options))
     llm = open_llm(given.out / "head")
-    found = {
-        "drafts": given.drafts,
-        "before": before,
-        "after": _measure(llm, _texts(given, options, llm)[1], given),
-    }
+    after = _measure(given, llm, _texts(given, llm)[1])
+    found = {"drafts": given.drafts, "before": before, "after": after}
     write_json(given.out / "report.json", found)
     return found
 
 
-def _task(given: Given, options: TuneOptions, start: Start) -> Task:
-    head = head_of(start.dense.cfg)
+def _task(given: Given, start: Start) -> Task:
+    options, head = given.options, head_of(start.dense.cfg)
     indexer, blocks = start.cfg.indexer, isinstance(head, Blocks)
     if indexer and start.params.nextn and options.window > indexer.topk:
         raise ConfigError(
             f"window = {options.window}; sparse attention is tuned over windows that it sees as a whole, of "
             f"at most index_topk = {indexer.topk} tokens"
         )
-    if given.mesh is not None and options.windows % given.mesh.shape["data"]:
+    mesh = given.model.mesh
+    if options.windows % data_size(mesh):
         raise ConfigError(
-            f"windows = {options.windows} do not divide over the {given.mesh.shape['data']} data shards of "
-            "the mesh; choose a multiple"
+            f"windows = {options.windows} do not divide over the {data_size(mesh)} data shards of the mesh; "
+            "choose a multiple"
         )
     if options.objective == "text":
         _LOG.warning(
@@ -124,7 +119,7 @@ def _task(given: Given, options: TuneOptions, start: Start) -> Task:
     drafts = head.head.most_drafts if isinstance(head, Blocks) else given.drafts
     if options.window <= drafts:
         raise ConfigError(f"window = {options.window}; expected more than the {drafts} drafts of the head")
-    on = differentiable(options.products, given.mesh)
+    on = differentiable(options.products, mesh)
     return Task(head, on, drafts, options.objective, options.decay_of(drafts, blocks))
 
 
@@ -132,41 +127,38 @@ def _task(given: Given, options: TuneOptions, start: Start) -> Task:
 
 
 def _prepare(
-    given: Given,
-    options: TuneOptions,
-    task: Task,
-    open_llm: Callable[[Path | None], LLM],
-    report: Phases,
+    given: Given, task: Task, open_llm: Callable[[Path | None], LLM], report: Phases
 ) -> JsonObject | None:
     """Write the states, unless they are there. Returns the acceptance of the model's own drafts, if any."""
     folder, done = given.out / "states", given.out / "before.json"
-    facts = given.facts | {"sampling": given.sampling, "held_out": options.held_out, "taps": [*task.taps]}
+    facts = given.facts | {"sampling": given.sampling, "taps": [*task.taps]}
+    facts |= {"held_out": given.options.held_out}
     check_same_run(given.out / "states.json", facts, {}, resuming=folder.exists())
     if not done.exists():
         llm = open_llm(None)
-        learned, held_out = _texts(given, options, llm)
+        learned, held_out = _texts(given, llm)
         for name, texts in (("held_out", held_out), ("learned", learned)):
             write_states(llm, texts, folder / name, task.taps, given.sampling, report)
-        write_json(done, _measure(llm, held_out, given) if llm.engine.cfg.drafts else None)
+        write_json(done, _measure(given, llm, held_out) if llm.engine.cfg.drafts else None)
         del llm
         gc.collect()  # the model leaves its devices before the head learns
     return json.loads(done.read_text(encoding="utf-8"))
 
 
-def _texts(given: Given, options: TuneOptions, llm: LLM) -> tuple[list[Text], list[Text]]:
+def _texts(given: Given, llm: LLM) -> tuple[list[Text], list[Text]]:
     """(Texts to learn, held-out texts), which are spread over the file. Raises RequestError, ConfigError."""
-    longest = llm.engine.config.max_model_len
-    texts = read_prompts(given.prompts, llm.tokenizer, longest)
-    if len(texts) <= options.held_out:
+    texts = read_prompts(given.prompts, llm.tokenizer, llm.engine.config.max_model_len)
+    count = given.options.held_out
+    if len(texts) <= count:
         raise ConfigError(
-            f"{given.prompts} has {len(texts)} texts, and held_out = {options.held_out} of them are not "
-            "learned; give more texts or lower it"
+            f"{given.prompts} has {len(texts)} texts, and held_out = {count} of them are not learned; give "
+            "more texts or lower it"
         )
-    held = {i * len(texts) // options.held_out for i in range(options.held_out)}
+    held = {i * len(texts) // count for i in range(count)}
     return [t for i, t in enumerate(texts) if i not in held], [texts[i] for i in sorted(held)]
 
 
-def _measure(llm: LLM, texts: Sequence[Text], given: Given) -> JsonObject:
+def _measure(given: Given, llm: LLM, texts: Sequence[Text]) -> JsonObject:
     """Acceptance over answers to these texts, by temperature.
 
     The first half of a ready text is its prompt.
@@ -176,7 +168,9 @@ def _measure(llm: LLM, texts: Sequence[Text], given: Given) -> JsonObject:
     for name, temperature in _MEASURED.items():
         own: JsonObject = {"temperature": temperature, "num_speculative_tokens": given.drafts}
         wanted = SamplingParams(**given.sampling | own)
-        outputs = llm.generate(prompts, [replace(wanted, seed=given.seed + i) for i in range(len(prompts))])
+        outputs = llm.generate(
+            prompts, [replace(wanted, seed=given.options.seed + i) for i in range(len(prompts))]
+        )
         counts = sum((output.speculation.drafter for output in outputs), Speculation())
         shares = [n / max(counts.steps, 1) for n in counts.accepted_per_position]
         found[name] = {"length": counts.acceptance_length, "accepted": shares, "steps": counts.steps}
@@ -186,18 +180,18 @@ def _measure(llm: LLM, texts: Sequence[Text], given: Given) -> JsonObject:
 # Steps
 
 
-def _learn(given: Given, options: TuneOptions, task: Task, start: Start) -> Any:
-    """Do the steps. Returns the parameters that draft."""
+def _learn(given: Given, task: Task, start: Start) -> None:
+    """Do the steps, and write the head."""
+    options = given.options
     learned, held_out = (Stream(given.out / "states" / name, task.taps) for name in ("learned", "held_out"))
-    fixed = start.dense.params
+    trained, fixed = split(start.dense.params)
     rate = options.learning_rate
     descent = Descent(
         optimizer=options.optimizer, learning_rate=rate, adam_learning_rate=rate, weight_decay=0.0
     )
-    trained = split(fixed.drafts)
     state = TrainState(trained, jax.jit(make_optimizer(descent, options.steps).init)(trained))
     run = Run(given.out, options.checkpoint_minutes, options.steps)
-    facts = {"seed": given.seed, "drafts": task.drafts, "prompts": given.facts["prompts"]}
+    facts = {"seed": options.seed, "drafts": task.drafts, "prompts": given.facts["prompts"]}
     first, state = run.begin(state, facts | {"window": options.window}, {"options": asdict(options)})
     reporter = Reporter(given.out, first, options.steps, _REPORT_SECONDS)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
@@ -206,10 +200,10 @@ def _learn(given: Given, options: TuneOptions, task: Task, start: Start) -> Any:
         f"steps {first}..{options.steps}"
     )
     del trained
-    looked = _look(given, options, task, fixed, held_out)
+    looked = _look(given, task, fixed, held_out)
 
     def one(step: int, state: TrainState) -> TrainState:
-        windows = _windows(given, options, task, learned, step)
+        windows = _windows(given, task, learned, step)
         state, aux, norm = _step(task, descent, options.steps, state, fixed, windows)
         losses, norm = checked(step, aux.losses, norm)
         shares = {name: np.asarray(getattr(aux, name)).tolist() for name in ("accepted", "overlap")}
@@ -225,7 +219,9 @@ def _learn(given: Given, options: TuneOptions, task: Task, start: Start) -> Any:
         Panel("losses", _OBJECTIVES[options.objective], ("draft",)),
         Panel("accepted", "share of greedy drafts accepted", ("draft",)),
     )
-    return merged(run.steps(state, one, checkpoint).params, fixed.drafts)
+    if not first:
+        checkpoint(0, state)
+    start.save(given.out / "head", merged(run.steps(state, one, checkpoint).params, fixed.drafts))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
@@ -245,46 +241,35 @@ def _figures(task: Task, trained: Any, fixed: Params, windows: Windows) -> Aux:
     return objective(trained, fixed, task, windows)[1]
 
 
-def _windows(given: Given, options: TuneOptions, task: Task, stream: Stream, step: int) -> Windows:
+def _windows(given: Given, task: Task, stream: Stream, step: int) -> Windows:
     """The windows of a step: a pure function of seed and step."""
-    places = batch_at(
-        np.arange(len(stream)), options.window, task.extra, options.windows, (given.seed,), step
-    )
-    return _placed(given, _cut(task, stream, places[:, 0], options.window, (given.seed, step)))
+    o = given.options
+    places = batch_at(np.arange(len(stream)), o.window, task.extra, o.windows, (o.seed,), step)
+    return _cut(given, task, stream, places[:, 0], o.window, step)
 
 
-def _cut(task: Task, stream: Stream, starts: np.ndarray, length: int, seed: tuple[int, ...]) -> Windows:
-    """Windows whose blocks, if the head drafts blocks, follow random tokens, about every token once."""
+def _cut(given: Given, task: Task, stream: Stream, starts: np.ndarray, length: int, number: int) -> Windows:
+    """Windows on their devices. Blocks, if the head drafts blocks, follow about every token once."""
     blocks = length // task.drafts if isinstance(task.head, Blocks) else 0
-    anchors = np.random.default_rng(seed).integers(1, length + 1, (len(starts), blocks))
-    return stream.windows(starts, length + task.extra, anchors)
-
-
-def _placed(given: Given, windows: Windows) -> Windows:
-    return (
-        windows
-        if given.mesh is None
-        else jax.device_put(windows, NamedSharding(given.mesh, PartitionSpec("data")))
+    random = np.random.default_rng((given.options.seed, number))
+    windows = stream.windows(
+        starts, length + task.extra, random.integers(1, length + 1, (len(starts), blocks))
     )
+    mesh = given.model.mesh
+    return windows if mesh is None else jax.device_put(windows, NamedSharding(mesh, partition("slots")))
 
 
-def _look(
-    given: Given, options: TuneOptions, task: Task, fixed: Params, stream: Stream
-) -> Callable[[Any], Aux]:
+def _look(given: Given, task: Task, fixed: Params, stream: Stream) -> Callable[[Any], Aux]:
     """A function of trained parameters that gives the mean figures over windows of held-out text."""
-    length = min(options.window, len(stream) - task.extra)
+    size, length = given.options.windows, min(given.options.window, len(stream) - task.extra)
     if length < 1:
         raise ConfigError(f"the held-out texts have {len(stream)} tokens; give more texts or raise held_out")
-    count = max(1, min(_EVALUATED, len(stream) // (length + task.extra)))
-    size = min(options.windows, count) if given.mesh is None else options.windows
-    count = -(-count // size) * size
-    starts = even_windows(np.arange(len(stream)), length + task.extra, count)[:, 0]
-    groups = [
-        _cut(task, stream, starts[i : i + size], length, (given.seed, i)) for i in range(0, count, size)
-    ]
+    groups = max(1, min(_EVALUATED, len(stream) // (length + task.extra)) // size)
+    starts = even_windows(np.arange(len(stream)), length + task.extra, groups * size)[:, 0]
+    cut = [_cut(given, task, stream, some, length, i) for i, some in enumerate(np.split(starts, groups))]
 
     def looked(trained: Any) -> Aux:
-        found = [_figures(task, trained, fixed, _placed(given, windows)) for windows in groups]
+        found = [_figures(task, trained, fixed, windows) for windows in cut]
         return Aux(*(np.mean(np.asarray(each), axis=0) for each in zip(*found, strict=True)))
 
     return looked

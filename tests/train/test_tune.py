@@ -14,19 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.api.demo import demo_model
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.bench import corpus
 from mtp_jax.checkpoint import Loaded, load, save_checkpoint
 from mtp_jax.commands import cli
 from mtp_jax.decode.drafter.protocol import FINAL
 from mtp_jax.errors import RequestError
 from mtp_jax.model import trunk
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.tokenizer import Tokenizer
-from mtp_jax.train.head_loss import Objective, Task, drafts_of, head_of, logits_of, objective, split
+from mtp_jax.train.head_loss import Task, drafts_of, head_of, logits_of, objective, split
 from mtp_jax.train.mixed import differentiable
 from mtp_jax.train.prompts import read_prompts
 from mtp_jax.train.report import Reporter
+from mtp_jax.train.start import begin
 from mtp_jax.train.states import Windows
+from mtp_jax.train.tune_options import Fresh, TuneOptions
 from tests import tiny_tokenizer
 from tests.golden import EAGLES, HEADS, expected, model_dir
 from tests.models import TINY, on_mesh, rigged, sharing_programs, tiny_params
@@ -43,7 +49,7 @@ def loaded(variant: str) -> Loaded:
 
 def windows(params: Params, cfg: Any, task: Task, texts: list[list[int]], anchor: int) -> Windows:
     """One window with these texts behind each other, whose hidden states know of no other text."""
-    states: list[dict[int, np.ndarray]] = []
+    states: list[dict[int, Any]] = []
     for ids in texts:
         found = trunk.forward_traced(params, cfg, jnp.asarray([ids]), ON, task.taps)
         states.append({FINAL: found.hidden[0], **{k: found.taps[k][0] for k in task.taps}})
@@ -58,7 +64,10 @@ def windows(params: Params, cfg: Any, task: Task, texts: list[list[int]], anchor
     return Windows(*given)
 
 
-@pytest.mark.parametrize("variant", ["rigged", *HEADS])
+SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in ("eagle3", "dflash")]
+
+
+@pytest.mark.parametrize("variant", ["rigged", "eagle3_mla", "dflash2", "dspark", *SLOW])
 def test_what_is_tuned_is_what_drafts(variant: str) -> None:
     """The oracle's drafts after a prompt, with another text before it in the window."""
     found, want = loaded(variant), expected(variant)
@@ -94,39 +103,40 @@ def test_what_is_tuned_is_what_drafts(variant: str) -> None:
 MOE = replace(TINY, nextn_moe=(True,))
 
 
-def drawn(task: Task) -> Windows:
+def drawn(task: Task, cfg: ModelConfig = TINY) -> Windows:
     """Windows of random tokens and states."""
     rng, shape = np.random.default_rng(3), (2, 12 + task.extra)
-    states = {FINAL: rng.normal(size=(*shape, TINY.hidden_size)).astype(np.float32)}
+    states = {k: rng.normal(size=(*shape, cfg.hidden_size)).astype(np.float32) for k in (FINAL, *task.taps)}
     number = np.repeat([[0], [1]], shape[1], axis=1).astype(np.int32)
     number[:, 7:] += 2
     given: Any = (
-        rng.integers(0, TINY.vocab_size, shape).astype(np.int32),
+        rng.integers(0, cfg.vocab_size, shape).astype(np.int32),
         number,
         rng.random(shape) < 0.8,
         states,
-        np.zeros((2, 0), np.int32),
+        rng.integers(1, 12, (2, 4)),
     )
     return Windows(*given)
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_all_of_the_head_learns_and_on_a_mesh_the_same(kind: Objective) -> None:
-    params, mesh = tiny_params(MOE), make_mesh(2, 4)
-    task = Task(head_of(MOE), differentiable(), 2, kind, 0.6)
-    given = drawn(task)
+@pytest.mark.parametrize("variant", ["", "dflash2", pytest.param("eagle3_mla", marks=pytest.mark.slow)])
+def test_all_of_the_head_learns_and_on_a_mesh_the_same(variant: str) -> None:
+    """A NextN layer with experts, and heads."""
+    found = loaded(variant) if variant else Loaded(MOE, tiny_params(MOE), 0)
+    cfg, params, mesh = found.config, found.params, make_mesh(2, 2)
+    task = Task(head_of(cfg), differentiable(), 2, "kl" if variant else "tv", 0.6)
+    given = drawn(task, cfg)
 
     def grads(params: Params, task: Task) -> dict[str, np.ndarray]:
         run = jax.jit(jax.grad(objective, has_aux=True), static_argnums=2)
-        found, _ = run(split(params.drafts), params, task, given)
-        leaves = jax.tree_util.tree_leaves_with_path(found)
+        leaves = jax.tree_util.tree_leaves_with_path(run(*split(params), task, given)[0])
         return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
     alone = grads(params, task)
-    assert len(alone) == len(jax.tree.leaves(params.nextn))
+    assert len(alone) == len(jax.tree.leaves(params.drafts)) - (variant == "eagle3_mla")
     for path, gradient in alone.items():
         assert gradient.any() != path.endswith(".bias"), path  # the router's bias only selects
-    spread = grads(on_mesh(params, mesh, MOE), replace(task, on=differentiable("float32", mesh)))
+    spread = grads(on_mesh(params, mesh, cfg), replace(task, on=differentiable("float32", mesh)))
     for path, gradient in alone.items():
         np.testing.assert_allclose(spread[path], gradient, atol=1e-5, err_msg=path)
 
@@ -148,7 +158,7 @@ def test_the_objective_is_the_distance_of_two_distributions() -> None:
         losses["text"].append(float(-jnp.log(q[rows, drafted.tokens[rows]]).mean()))
     for kind, each in losses.items():
         own = replace(task, objective=kind)
-        total, aux = jax.jit(objective, static_argnums=2)(split(params.drafts), params, own, given)
+        total, aux = jax.jit(objective, static_argnums=2)(*split(params), own, given)
         np.testing.assert_allclose(aux.losses, each, rtol=1e-4)
         assert float(total) == pytest.approx((each[0] + 0.5 * each[1]) / 1.5, rel=1e-4)
         np.testing.assert_allclose(aux.overlap, 1 - np.array(losses["tv"]), rtol=1e-4)
@@ -294,3 +304,72 @@ def test_what_cannot_be_is_said_in_a_line(
     assert message in error
     assert error.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("variant", "fresh"), [("dsa_glm5", None), ("glm45", "nextn"), ("dsa_v32", "eagle3")]
+)
+def test_a_head_is_begun_and_written(variant: str, fresh: Fresh | None, tmp_path: Path) -> None:
+    """An indexer stays as it is, through which nothing is learned."""
+    start = begin(LLMOptions(model=model_dir(variant)), TuneOptions(fresh=fresh))
+    assert start.params.layers == ()
+    assert start.dense.cfg.indexer is None
+    drafts = jax.tree.map(lambda a: a + 1, start.dense.params.drafts)
+    start.save(tmp_path, drafts)
+    found = load(model_dir(variant), tmp_path)
+    assert str(found.config).replace("bfloat16", "float32") == str(start.cfg).replace("bfloat16", "float32")
+    got, before, own = (
+        dict(jax.tree_util.tree_leaves_with_path(drafts))
+        for drafts in (found.params.drafts, start.params.drafts, drafts)
+    )
+    assert got.keys() == before.keys()
+    assert any("indexer" in jax.tree_util.keystr(path) for path in got) == (variant == "dsa_glm5")
+    for path, values in got.items():
+        np.testing.assert_allclose(values, own.get(path, before[path]), rtol=2**-8)
+
+
+def lines_of_library(count: int) -> list[Any]:
+    """Parts of files that the embedded model has learned."""
+    files = [f.text.split("\n") for f in corpus.split(corpus.read_files()).train if len(f.text) > 4000]
+    return [{"text": "\n".join(lines[20:80])} for lines in files[:count]]
+
+
+@pytest.mark.slow
+def test_a_random_layer_learns_to_draft_in_two_minutes(tmp_path: Path) -> None:
+    prompts, out = write_lines(tmp_path / "p.jsonl", lines_of_library(240)), tmp_path / "out"
+    sizes = "--held-out 12 --max-tokens 96 --max-model-len 1024 --no-compile-cache"
+    tuned = "--fresh nextn --steps 160 --window 256 --windows 4 --learning-rate 5e-3"
+    files = ["--prompts", str(prompts), "--out", str(out)]
+    assert cli.main(["tune-head", str(demo_model()), *files, *sizes.split(), *tuned.split()]) == 0
+    after = json.loads((out / "report.json").read_text())["after"]
+    assert after["greedy"]["length"] > 1.5
+    assert after["temperature 1"]["length"] > 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["dsa_v32_rigged", *HEADS])
+def test_every_kind_of_head_is_tuned(variant: str, tmp_path: Path) -> None:
+    """A head that was right stays right: its objective and its acceptance are no worse."""
+    shutil.copytree(model_dir(variant), tmp_path / "model")
+    folder = tiny_tokenizer.write(tmp_path / "model", loaded(variant).config.vocab_size)
+    prompts = write_lines(tmp_path / "p.jsonl", [{"prompt": "ABC"[i % 3] * (i + 1)} for i in range(24)])
+    own = ["--draft-model", str(model_dir(variant, "draft"))] if variant in HEADS else []
+    more = [
+        "--steps",
+        "60",
+        "--window",
+        "8",
+        "--windows",
+        "8",
+        "--learning-rate",
+        "1e-3",
+        "--max-tokens",
+        "60",
+    ]
+    assert cli.main(command(folder, prompts, tmp_path / "out", *more, *own)) == 0
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [sum(r["losses"]) for r in records if "losses" in r]
+    assert np.mean(losses[-10:]) < np.mean(losses[:10])
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    for name, before in report["before"].items():
+        assert report["after"][name]["length"] > before["length"] - 0.3
