@@ -2,8 +2,7 @@
 
 import itertools
 import operator
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 
 from mtp_jax.decode.law import MARK
@@ -66,8 +65,16 @@ class InputProcessor:
         grammars: compiles grammars and rules that depend on the output so far; None refuses them.
     """
 
-    def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
-        """``pages``: number of pages of a data shard."""
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        config: EngineConfig,
+        pages: int,
+        grammars: Grammars | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """pages: number of pages of a data shard. clock: see ``Runner``."""
+        self._clock = clock
         self.cfg, self.config, self.pages, self.grammars = cfg, config, pages, grammars
         self._ids = itertools.count()
 
@@ -90,7 +97,7 @@ class InputProcessor:
         seeded = params.seed is not None and params.temperature > 0 and config.verifier != "coupled"
         asked = params.num_speculative_tokens is not None
         seed, arrived, timeout = terms.get("seed", params.seed), terms.get("arrived"), terms.get("timeout")
-        now = time.perf_counter() if arrived is None else arrived
+        now = self._clock() if arrived is None else arrived
         siblings: list[Request] = []
         for i in range(n):
             request = Request(

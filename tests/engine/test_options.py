@@ -188,18 +188,14 @@ def test_speculation_adds_up():
 
 def test_a_request_knows_its_times():
     r = Request(0, (1,), SamplingParams(), 0, 4, 3, 5)
-    r.progress.emit([])
+    r.progress.emit([], 1.0)
     assert r.progress.first_token_at is None
-    r.progress.emit([4])
-    first = r.progress.first_token_at
-    assert first is not None
-    assert first >= r.progress.arrived
-    r.progress.emit([5])
-    assert r.progress.first_token_at == first
-    r.progress.end("stop")
+    r.progress.emit([4], 2.0)
+    r.progress.emit([5], 3.0)
+    assert (r.progress.first_token_at, r.progress.last_token_at) == (2, 3)
+    r.progress.end("stop", 4.0)
     assert (r.status, r.progress.finish_reason, r.progress.output) == (Status.FINISHED, "stop", [4, 5])
-    assert r.progress.finished_at is not None
-    assert r.progress.finished_at >= first
+    assert r.progress.finished_at == 4
 
 
 @pytest.mark.parametrize(

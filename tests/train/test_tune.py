@@ -121,10 +121,11 @@ def drawn(task: Task, cfg: ModelConfig = TINY) -> Windows:
 
 @pytest.mark.parametrize("variant", ["", "dflash2", pytest.param("eagle3_mla", marks=pytest.mark.slow)])
 def test_all_of_the_head_learns_and_on_a_mesh_the_same(variant: str) -> None:
-    """A NextN layer with experts, and heads."""
+    """A NextN layer with experts, in bfloat16, and heads."""
     found = loaded(variant) if variant else Loaded(MOE, tiny_params(MOE), 0)
     cfg, params, mesh = found.config, found.params, make_mesh(2, 2)
-    task = Task(head_of(cfg), differentiable(), 2, "kl" if variant else "tv", 0.6)
+    factors = "float32" if variant else "bfloat16"
+    task = Task(head_of(cfg), differentiable(factors), 2, "kl" if variant else "tv", 0.6)
     given = drawn(task, cfg)
 
     def grads(params: Params, task: Task) -> dict[str, np.ndarray]:
@@ -136,7 +137,7 @@ def test_all_of_the_head_learns_and_on_a_mesh_the_same(variant: str) -> None:
     assert len(alone) == len(jax.tree.leaves(params.drafts)) - (variant == "eagle3_mla")
     for path, gradient in alone.items():
         assert gradient.any() != path.endswith(".bias"), path  # the router's bias only selects
-    spread = grads(on_mesh(params, mesh, cfg), replace(task, on=differentiable("float32", mesh)))
+    spread = grads(on_mesh(params, mesh, cfg), replace(task, on=differentiable(factors, mesh)))
     for path, gradient in alone.items():
         np.testing.assert_allclose(spread[path], gradient, atol=1e-5, err_msg=path)
 
