@@ -56,8 +56,8 @@ class LocalRunner(DeviceRunner):
         see ``Step``. tree: trees that the drafter grows; None: chains.
         """
         drafter, on = build(model.cfg, suffix_drafts, tree), model.on
-        # The passes of several NextN layers differ, so no loop can compute them; chains and trees do, too.
-        loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1 and tree is None
+        # The passes of several NextN layers differ, so no loop can compute them.
+        loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
         super().__init__(data_size(on.mesh), layout_of(model, params), loops)
         self.model = model
         self.take(params)

@@ -177,7 +177,8 @@ class Engine:
 
     def _depths(self, key: StepKey) -> Sequence[int]:
         """The depths at which this executable will run."""
-        many = key.depth and key.kept is None and self.runner.any_depth
+        chain = self.depth.steps is None or key.depth <= self.depth.steps
+        many = key.depth and key.kept is None and self.runner.any_depth and chain
         return adaptive_depths(key.depth)[1:] if many else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
