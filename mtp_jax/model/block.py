@@ -64,29 +64,34 @@ class Blocks:
             written.append(on.write(cache, cache.stored(entries, cfg.row), page_table, positions))
         return tuple(written)
 
+    def seen(
+        self, length: Int[Array, " B"], active: Bool[Array, " B"], first: Int[Array, " B"] | int = 0
+    ) -> Window:
+        """The cached tokens, of ``length``, that a block's rows see: all from ``first`` on.
+
+        active: slots whose rows mean something.
+        """
+        rows = self.head.block
+        itself = jnp.zeros((len(length), rows), jnp.int32)
+        return Window(jnp.zeros_like(length) + first, length, jnp.where(active, rows, 0), itself)
+
     def run(
         self,
         params: Params,
         on: Backend,
         tokens: Int[Array, " B"],
-        length: Int[Array, " B"],
-        active: Bool[Array, " B"],
+        seen: Window,
         page_table: Int[Array, "B n"],
         caches: tuple[LayerCache, ...],
-        first: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B R D"]:
-        """Rows of the block that follows ``length`` cached tokens, before the final norm.
+        """Rows of the block that follows the cached tokens, before the final norm.
 
-        tokens: the newest of each slot. active: slots whose rows mean something. first: the first cached
-        token that rows see; None: all tokens are seen.
+        tokens: the newest token of each slot.
         """
         p, cfg, rows = _of(params), self.head.layers, self.head.block
         ids = jnp.full((len(tokens), rows), self.head.mask, jnp.int32).at[:, 0].set(tokens)
-        positions = length[:, None] + jnp.arange(rows)
-        count = jnp.where(active, rows, 0)
-        first = jnp.zeros_like(length) if first is None else first
-        visible = Window(first, length, count, jnp.zeros_like(ids))
-        view = PagedView(page_table, jnp.where(active[:, None], positions, -1), visible)
+        positions = seen.length[:, None] + jnp.arange(rows)
+        view = PagedView(page_table, jnp.where(seen.count[:, None] > 0, positions, -1), seen)
         angles = rope_angles(cfg, positions)
         x = embed(params.embed if p.embed is None else p.embed, ids, on.mesh)
         for i, (layer, cache) in enumerate(zip(p.layers, caches, strict=True)):

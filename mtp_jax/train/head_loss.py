@@ -216,8 +216,8 @@ def _of_blocks(task: Task, params: Params, w: Windows, teacher: Float[Array, "B 
     of_text = w.text[:, None] == jnp.take_along_axis(w.text, w.anchors, axis=1)[..., None]
     first = of_text.argmax(-1).reshape(-1)
     window, at = jnp.repeat(jnp.arange(batch), w.anchors.shape[1]), w.anchors.reshape(-1)
-    active = jnp.ones_like(at, bool)
-    x = blocks.run(params, on, w.tokens[window, at], at, active, pages[window], caches, first)
+    seen = blocks.seen(at, jnp.ones_like(at, bool), first)
+    x = blocks.run(params, on, w.tokens[window, at], seen, pages[window], caches)
     z = blocks.normed(params, x)
     for k in range(task.drafts):
         row, before, here = k if head.anchored else k + 1, at + k, at + k + 1

@@ -43,7 +43,7 @@ def forward(variant: str) -> dict[str, Any]:
     empty = tuple(empty_cache(5, SIZE, cfg, i, jnp.float32, fp8=False) for i in layers)
     context = module.context(params, ON, taps)
     caches = module.write(params, ON, context, jnp.arange(ids.shape[1])[None], table, empty)
-    x = module.run(params, ON, newest, length, jnp.asarray([True]), table, caches)
+    x = module.run(params, ON, newest, module.seen(length, jnp.asarray([True])), table, caches)
     z, first = module.normed(params, x), 0 if module.head.anchored else 1
     logits, drafts, by, sure = module.logits(params, ON, z), [newest], [], []
     for k in range(module.head.most_drafts):
@@ -130,7 +130,8 @@ def first_block(params: Params, cfg: ModelConfig, on: Backend) -> jax.Array:
         empty_cache(5, SIZE, layers, i, jnp.float32, fp8=False) for i in range(layers.num_hidden_layers)
     )
     one = jnp.asarray([3])
-    return Blocks(cfg).run(params, on, one, 0 * one, one > 0, jnp.arange(4)[None], caches)
+    module = Blocks(cfg)
+    return module.run(params, on, one, module.seen(0 * one, one > 0), jnp.arange(4)[None], caches)
 
 
 def test_an_embedding_of_its_own():

@@ -55,7 +55,8 @@ class Block:
     ) -> tuple[Drafts, DrafterState]:
         """Drafts of every slot: the first rows of a whole block, however few are wanted."""
         module, depth, first = self.module, rules.depth, 0 if self.module.head.anchored else 1
-        x = module.run(params, on, s.newest, s.length, s.active, s.page_table, own.pages)
+        seen = module.seen(s.length, s.active)
+        x = module.run(params, on, s.newest, seen, s.page_table, own.pages)
         z = module.normed(params, x[:, first : first + depth])
         with jax.named_scope("draft_sample"):
             logits = module.logits(params, on, z)
