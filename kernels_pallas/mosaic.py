@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -37,9 +37,20 @@ WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COLUMN = WGMMA.reduce(0)
 
-# Layout of lines: a warp holds a line, or every fourth of many lines; each lane holds a number of it.
+# Numbers that the lanes of a warp hold, one each.
 LINE = 32
-LINES_OF = plgpu.Layout.TILED(Tiling(((4, LINE), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def lines(width: int) -> Layout:
+    """Layout of lines: a warp holds every fourth line; each lane holds the numbers that are 32 apart.
+
+    width: divides 32. Lines narrower than 32 are held several times, and are ``width`` apart.
+    """
+    lanes = (-2,) if width == LINE else (Replicated(LINE // width), -2)
+    return plgpu.Layout.TILED(Tiling(((4, width), (1,))), warp_dims=(-3,), lane_dims=lanes, vector_dim=-1)
+
+
+LINES_OF = lines(LINE)
 LINE_OF = LINES_OF.reduce(0)
 
 # Rows of a wgmma: one warpgroup multiplies 64 rows at a time.
@@ -143,6 +154,12 @@ def per_column(x: jax.Array, rows: int) -> jax.Array:
 def per_row(x: jax.Array, columns: int) -> jax.Array:
     """A value per row, repeated over the columns of an accumulator."""
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def ordered(x: jax.Array) -> jax.Array:
+    """Integers in the order of floats; the bits of negative floats, which count down, are inverted."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 
 
 def load(ref: Ref, index: Index, layout: Layout) -> jax.Array:

@@ -11,7 +11,7 @@ LAYERS = (
     ("simulate", "store"),
     ("engine", "hosts"),
     ("api",),
-    ("handover",),
+    ("forecast", "handover"),
     ("__init__", "bench"),
     ("profiling", "train"),
     ("commands",),

@@ -51,7 +51,8 @@ class Case:
 
     Attributes:
         name: "kernel/shape", unique among all cases.
-        inputs: random inputs from a key. Traceable: ``jax.eval_shape`` gives their shapes without memory.
+        inputs: function of a PRNG key that gives random inputs. Traceable: ``jax.eval_shape`` gives their
+            shapes without memory.
         kernel: the Mosaic GPU kernel with every static option bound; takes the inputs, and by keyword
             ``interpret``, the parameters of Pallas' interpreter or None.
         reference: a jnp function of the same inputs with the same result, in float32 or better.

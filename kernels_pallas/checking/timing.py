@@ -15,7 +15,7 @@ from kernels_pallas.checking.case import Inputs, Operation
 # Calls per measurement: one launch of a program costs the host more than a small kernel takes.
 CALLS = 10
 MEASUREMENTS = 7
-# Numbers that fill the second-level cache of an H200 twice.
+# The number of float32 values with twice the bytes of an H200's second-level cache.
 FLUSH = (2 * 50 * 2**20) // 4
 
 

@@ -20,7 +20,7 @@ from kernels_pallas.checking.registry import cases
 from kernels_pallas.deviceless import report, target
 from kernels_pallas.deviceless.budget import Budget, budgets
 
-ROW = "{:48} {:>4} {:>6} {:>16} {:>8} {:>8} {:>8} {:>5}"
+ROW = "{:48} {:>4} {:>6} {:>5} {:>16} {:>8} {:>8} {:>8} {:>5}"
 MIB = 2**20
 
 
@@ -37,7 +37,11 @@ def main() -> int:
         dump = Path(folder)
         target.prepare(dump)
         print(f"jax {jax.__version__}, {ptxas_release()}, for NVIDIA H200")
-        print(ROW.format("case", "regs", "spills", "tensor core", "smem KiB", "temp MiB", "launches", "s"))
+        print(
+            ROW.format(
+                "case", "regs", "spills", "path", "tensor core", "smem KiB", "temp MiB", "launches", "s"
+            )
+        )
         limits = budgets()
         mesh = target.h200s()
         faults = [f for case in chosen for f in check(case, limits[case.name.split("/")[0]], mesh, dump)]
@@ -57,7 +61,8 @@ def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> li
         products = " ".join(f"{count} {name}" for name, count in sorted(k.instructions.items()))
         whole = (f"{temp:.1f}", launches, f"{seconds:.0f}") if i == 0 else ("", "", "")
         shown = "-" if k.shared is None else f"{k.shared / 1024:.1f}"
-        print(ROW.format(case.name, k.registers, k.spills, products, shown, *whole), flush=True)
+        path = "-" if k.path is None else k.path
+        print(ROW.format(case.name, k.registers, k.spills, path, products, shown, *whole), flush=True)
     limits = budget.of(case.name.split("/")[1])
     return [f"{case.name}: {fault}" for fault in limits.faults(kernels, temp, launches)]
 

@@ -22,6 +22,7 @@ class Budget:
         temp_mib: device memory beside arguments and results.
         launches: number of launches of the whole operation.
         cases: limits of single cases that differ.
+        path: most instructions on a warp's longest path; None: any number.
     """
 
     spills: int
@@ -29,6 +30,7 @@ class Budget:
     temp_mib: float
     launches: int
     cases: dict[str, dict[str, float]] = field(default_factory=dict)
+    path: int | None = None
 
     def of(self, shape: str) -> "Budget":
         """The budget of one case."""
@@ -41,6 +43,8 @@ class Budget:
         for k in kernels:
             if k.spills > self.spills:
                 yield f"{k.spills} bytes of spills, at most {self.spills}"
+            if self.path is not None and (k.path is None or k.path > self.path):
+                yield f"{k.path or 'an unknown number of'} instructions on a path, at most {self.path}"
             if k.serialised:
                 yield "ptxas warns of serialised warpgroup products"
             if k.shared is not None and k.shared > SHARED:

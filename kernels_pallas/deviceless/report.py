@@ -10,6 +10,9 @@ import jax
 # Names of tensor-core instructions on Hopper: bfloat16 and FP8 by warpgroup; by warp, which is slower.
 _TENSOR_CORE = re.compile(r"\b(HGMMA|QGMMA|HMMA)\b")
 _SHARED = r"smem_scratch_bytes=(\d+)"
+# A label and an instruction of the machine code, and the label that an instruction names.
+_SASS = re.compile(r"^(\.L\w+):|/\*[0-9a-f]{4,}\*/\s+(\S.*)")
+_TARGET = re.compile(r"\((\.L\w+)\)")
 # ptxas's warnings that warpgroup products run one after the other.
 _SERIALISED = re.compile(r"\(C751\d\)")
 # Lines of XLA's launch list that launch work on the GPU; a collective has a start and an end.
@@ -29,6 +32,7 @@ class Kernel:
         shared: bytes of shared memory per thread block; None where jax does not say (0.10).
         instructions: tensor-core instructions by name, as written, not as executed.
         serialised: whether ptxas warned that it could not overlap warpgroup products.
+        path: instructions on a warp's longest path; None if the code loops or calls.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Kernel:
     shared: int | None
     instructions: Counter[str]
     serialised: bool
+    path: int | None
 
 
 def kernels(dump: Path) -> tuple[Kernel, ...]:
@@ -55,7 +60,26 @@ def _kernel(log: Path) -> Kernel:
         shared=_number(_SHARED, resources.read_text(encoding="utf-8")) if resources.exists() else None,
         instructions=Counter(_TENSOR_CORE.findall(sass)),
         serialised=bool(_SERIALISED.search(text)),
+        path=_path(sass),
     )
+
+
+def _path(sass: str) -> int | None:
+    """Instructions of code that only branches forward, all of them but padding; None for other code."""
+    labels: dict[str, int] = {}
+    count = 0
+    for label, instruction in (m.groups() for m in map(_SASS.search, sass.splitlines()) if m):
+        if label:
+            labels[label] = count
+            continue
+        target = _TARGET.search(instruction)
+        # Code ends with a branch to itself, which no warp reaches.
+        if re.search(r"\b(CALL|RET|BRX|JMX)\b", instruction) or (
+            target and labels.get(target[1], count) < count
+        ):
+            return None
+        count += not re.search(r"\bNOP\b", instruction) and not (target and target[1] in labels)
+    return count
 
 
 def _number(pattern: str, text: str) -> int:

@@ -7,7 +7,7 @@ from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Implementation
-from kernels_pallas.router.reference import ROWS
+from kernels_pallas.router.reference import BLOCK
 
 
 def arrange(
@@ -24,7 +24,7 @@ def arrange(
 
     Args:
         ids: int32, different experts for each token.
-        counts: int32; choices of each expert by each block of 64 tokens (``router.reference.count``).
+        counts: int32; ``router.reference.count``; rows past the tokens may hold anything.
         first: int32.
         experts: number of experts; a row of another expert gets no slot.
         rows: rows of a tile.
@@ -41,7 +41,7 @@ def arrange(
             f"expert_layout on mosaic_gpu: {experts} experts, must be a multiple of 8; use 'xla'"
         )
     tokens = ids.shape[0]
-    padded = jnp.pad(ids, ((0, -tokens % ROWS), (0, 0)))
+    padded = jnp.pad(ids, ((0, -tokens % BLOCK), (0, 0)))
     groups = mosaic_gpu.arrange(
         padded.T, counts, first, experts=experts, rows=rows, tokens=tokens, interpret=interpret
     )

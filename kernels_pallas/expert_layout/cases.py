@@ -12,7 +12,7 @@ from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, slots
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.router.reference import ROWS, count
+from kernels_pallas.router.reference import BLOCK, ROWS, count
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def shapes() -> dict[str, Shape]:
         "small-some": Shape(64, 3, 96, 32, 32, 64),
         "small-many-tiles": Shape(128, 1, 72, 0, 72, 64),
         "small-idle": Shape(70, 3, 64, 32, 32, 64, idle=2),
+        "small-more-tokens": Shape(516, 1, 16, 8, 8, 64, idle=5),
         "v3-64": Shape(64, 8, 256, 0, 256, 64),
         "v3-512": Shape(512, 8, 256, 0, 256, 64),
         "v3-512-of8": Shape(512, 8, 256, 96, 32, 64),
@@ -69,8 +70,10 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     ids = jax.lax.top_k(noise, shape.chosen)[1]
     if shape.idle:
         ids = ids.at[:: shape.idle].set(shape.total)
-    padded = jnp.pad(ids, ((0, -shape.tokens % ROWS), (0, 0)))
-    return padded.T, count(ids, shape.total), jnp.array([shape.first], jnp.int32)
+    padded = jnp.pad(ids, ((0, -shape.tokens % BLOCK), (0, 0)))
+    # Rows of counts past the tokens hold anything.
+    counts = count(ids, shape.total).at[-(-shape.tokens // ROWS) :].set(99)
+    return padded.T, counts, jnp.array([shape.first], jnp.int32)
 
 
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:

@@ -16,16 +16,25 @@ from jaxtyping import Array, Int
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Groups, Tiles, slots, tiles
 from kernels_pallas.mosaic import (
+    LINE,
     WGMMA_COLUMN,
     WGMMA_ROW,
     Interpreter,
     Ref,
     Warpgroup,
+    lines,
     load,
     per_column,
     per_row,
 )
-from kernels_pallas.router.reference import ROWS
+from kernels_pallas.router import reference as router
+
+ROWS = router.BLOCK
+# Rows of counts that are added up at a time: the counts of 64 tokens.
+_COUNTS = ROWS // router.ROWS
+# Most tokens whose counts every thread block adds up; the counts of more tokens are first added up by 64.
+# A decode step of 128 slots and window 4: 128 KiB for 256 experts.
+_FEW = 512
 
 
 def arrange(
@@ -42,17 +51,22 @@ def arrange(
 
     Args:
         ids: int32, transposed, different experts for each token; T is a multiple of 64.
-        counts: int32; choices of each expert by each block of 64 tokens.
+        counts: int32; ``router.reference.count``; rows past the tokens may hold anything.
         first: int32; the first of the experts whose rows are laid out.
         experts: number of experts that are laid out, a multiple of 8.
         rows: rows of a tile.
         tokens: number of real tokens among T.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
-    blocks, chosen = counts.shape[0], ids.shape[0]
+    chosen, blocks = ids.shape[0], ids.shape[1] // ROWS
+    held = -(-tokens // router.ROWS)
+    if many := tokens > _FEW:
+        counts, held = _by_blocks(counts, held), blocks
+    each = 1 if many else _COUNTS  # rows of counts of 64 tokens
     total = slots(tokens * chosen, experts, rows)
     chunks = -(-tiles(tokens * chosen, experts, rows) // ROWS)
     width = next(n for n in (64, 32, 16, 8) if experts % n == 0)
+    layout = lines(min(width, LINE))
     wg = Warpgroup(interpret is not None)
 
     def body(ids: Ref, counts: Ref, first: Ref, *refs: Ref, **scratch: Ref) -> None:
@@ -60,6 +74,7 @@ def arrange(
         sizes, before, ends, places = (scratch[name] for name in ("sizes", "before", "ends", "places"))
         block, j = lax.axis_index("block"), lax.axis_index("choice")
         row, column = wg.iota((ROWS,), 0), wg.iota((ROWS, width), 1)
+        line = wg.iota_of((_COUNTS, width), 0, layout)
 
         def row_sums(terms: Callable[[slice | pl.Slice, jax.Array], jax.Array]) -> jax.Array:
             """Sum over all experts, for each row, of ``terms`` of a slice of them and their numbers."""
@@ -75,12 +90,15 @@ def arrange(
             return per_column(wg.laid_out(ref[part], WGMMA_COLUMN), ROWS)
 
         def add_up(c: jax.Array, _: None) -> None:
-            def add(b: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                more = load(counts, (b, pl.ds(first[0] + c * width, width)), WGMMA_COLUMN)
-                return sums[0] + more, sums[1] + more * jnp.where(b < block, 1, 0)
+            def add(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                part = (pl.ds(i * _COUNTS, _COUNTS), pl.ds(first[0] + c * width, width))
+                more, at = load(counts, part, layout), line + i * _COUNTS
+                size, earlier = (jnp.where(at < end, more, 0) for end in (held, block * each))
+                return sums[0] + size, sums[1] + earlier
 
-            zero = wg.laid_out(jnp.zeros((width,), jnp.int32), WGMMA_COLUMN)
-            size, earlier = lax.fori_loop(0, blocks, add, (zero, zero))
+            zero = wg.laid_out(jnp.zeros((_COUNTS, width), jnp.int32), layout)
+            sums = lax.fori_loop(0, counts.shape[0] // _COUNTS, add, (zero, zero))
+            size, earlier = (jnp.sum(x, axis=0) for x in sums)
             sizes[pl.ds(c * width, width)] = lax.div(size + (ALIGNMENT - 1), ALIGNMENT) * ALIGNMENT
             before[pl.ds(c * width, width)] = earlier
 
@@ -158,3 +176,10 @@ def arrange(
         interpret=interpret,
     )(ids, counts, first)
     return Groups(token, place, Tiles(table, count))
+
+
+def _by_blocks(counts: Int[Array, "b E"], held: int) -> Int[Array, "n E"]:
+    """Add up the first ``held`` rows of counts for each 64 tokens, by XLA; rows of zeros follow."""
+    row = jnp.arange(counts.shape[0])[:, None]
+    sums = jnp.where(row < held, counts, 0).reshape(-1, _COUNTS, counts.shape[1]).sum(axis=1)
+    return jnp.pad(sums, ((0, -sums.shape[0] % _COUNTS), (0, 0)))

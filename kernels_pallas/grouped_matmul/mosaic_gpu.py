@@ -160,7 +160,7 @@ class _Walk:
         plgpu.wait_smem_to_gmem(0)
 
     def scaled_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
-        """FP8: sums over K of products of blocks, each times its scales."""
+        """Sum the products of FP8 blocks along the inner dimension, each times its blocks' scales."""
         sizes, s = self.sizes, self.scratch
         _, _, x_scale, w_scale = self.operands
         row_tile, column_tile, part = place

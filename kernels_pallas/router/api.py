@@ -10,8 +10,8 @@ from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.reference import ROWS
 from kernels_pallas.router.rule import Rule
 
-# Most scores that one warpgroup holds for 64 tokens.
-_MAX_EXPERTS = 256
+# Most experts that the kernel is compiled for: two registers hold 32 of them.
+_MAX_EXPERTS = 512
 
 
 @struct.dataclass
@@ -21,7 +21,8 @@ class Choice:
     Attributes:
         ids: int32, best first; E, which is no expert, for tokens that do not count.
         weights: float32.
-        counts: int32; choices of each expert by each block of 64 tokens.
+        counts: int32; choices of each expert by each 4 tokens, for whole blocks of 64; rows past the tokens
+            are undefined.
     """
 
     ids: Int[Array, "T k"]

@@ -14,11 +14,12 @@ from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.rule import Rule
 
 DEEPSEEK_V3 = Rule(chosen=8, groups=8, kept=4, scaling=2.5)
+KIMI_K2 = Rule(chosen=8, scaling=2.827)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``tokens`` that choose among ``experts``; the kernel is given whole blocks of 64.
+    """``tokens`` that choose among ``experts``; the kernel is given a multiple of 4.
 
     Attributes:
         idle: one in ``idle`` tokens does not count; 0: all tokens count.
@@ -37,10 +38,17 @@ def shapes() -> dict[str, Shape]:
         "small-one-group": Shape(64, 32, Rule(chosen=3, normalise=False)),
         "small-all-groups": Shape(128, 32, Rule(chosen=6, groups=2, kept=2)),
         "small-idle": Shape(128, 32, Rule(chosen=3), idle=3),
+        "small-8-each": Shape(9, 24, Rule(chosen=4, groups=3, kept=2)),
+        "small-v3": Shape(4, 256, DEEPSEEK_V3),
+        "small-384": Shape(4, 384, KIMI_K2),
+        "small-512": Shape(4, 512, Rule(chosen=10)),
         "v3-64": Shape(64, 256, DEEPSEEK_V3),
         "v3-512": Shape(512, 256, DEEPSEEK_V3),
         "v3-8192": Shape(8192, 256, DEEPSEEK_V3),
         "one-group-512": Shape(512, 64, Rule(chosen=6)),
+        "one-group-256": Shape(64, 256, Rule(chosen=8, scaling=2.5)),
+        "kimi-k2-64": Shape(64, 384, KIMI_K2),
+        "512-experts": Shape(64, 512, Rule(chosen=10)),
     }
 
 
@@ -76,13 +84,14 @@ def counted(shape: Shape, tokens: int) -> Bool[Array, " T"]:
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's choice for real tokens, rank by rank."""
     ids, weights, counts = mosaic_gpu.choose(*inputs, rule=shape.rule, interpret=interpret)
-    return ids[:, : shape.tokens], weights[:, : shape.tokens], counts
+    return ids[:, : shape.tokens], weights[:, : shape.tokens], counts[: -(-shape.tokens // reference.ROWS)]
 
 
 def expected(shape: Shape, logits: jax.Array, bias: jax.Array, counted: jax.Array) -> tuple[Array, ...]:
     """The choice in plain jnp."""
     ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule, counted[: shape.tokens] > 0)
-    return ids.T, weights.T, reference.count(ids, shape.experts)
+    counts = reference.count(ids, shape.experts)[: -(-shape.tokens // reference.ROWS)]
+    return ids.T, weights.T, counts
 
 
 def work(shape: Shape) -> Work:

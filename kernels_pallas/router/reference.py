@@ -6,8 +6,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.router.rule import Rule
 
-# Number of tokens whose choices are counted together.
-ROWS = 64
+# Number of tokens whose choices are counted together, and of which the rows of counts come whole blocks.
+ROWS = 4
+BLOCK = 64
 
 
 def choose(
@@ -52,10 +53,10 @@ def weighed(
 
 
 def count(ids: Int[Array, "T k"], experts: int) -> Int[Array, "b E"]:
-    """Count the choices of each expert by each block of ``ROWS`` tokens; the last block may be partial.
+    """Count the choices of each expert by each ``ROWS`` tokens, and zeros up to a whole ``BLOCK`` of tokens.
 
     Ids outside of the experts are not counted.
     """
-    blocks = jnp.pad(ids, ((0, -ids.shape[0] % ROWS), (0, 0)), constant_values=experts)
-    blocks = blocks.reshape(-1, ROWS * ids.shape[1], 1)
-    return (blocks == jnp.arange(experts)).sum(axis=1, dtype=jnp.int32)
+    padded = jnp.pad(ids, ((0, -ids.shape[0] % BLOCK), (0, 0)), constant_values=experts)
+    parts = padded.reshape(-1, ROWS * ids.shape[1], 1)
+    return (parts == jnp.arange(experts)).sum(axis=1, dtype=jnp.int32)

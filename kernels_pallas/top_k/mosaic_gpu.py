@@ -1,6 +1,6 @@
 """The best scores without a sort, for Hopper: a thread block finds a token's least chosen score by its bits.
 
-Floats in total order are integers (``_ordered``). The least chosen score is the largest number that ``count``
+Floats in total order are integers (``ordered``). The least chosen score is the largest number that ``count``
 scores reach. Each pass over all scores, which stay in L1 or L2, fixes two of its bits. Then a score is chosen
 if it is larger, or if it is equal and among the first equal scores. Every choice is a bit, 32 to a word, with
 the number of bits before the word.
@@ -23,6 +23,7 @@ from kernels_pallas.mosaic import (
     Ref,
     Warpgroup,
     load,
+    ordered,
     per_column,
     per_row,
 )
@@ -69,7 +70,7 @@ def choose(
         none = wg.laid_out(jnp.zeros((LINES, LINE), jnp.int32), LINES_OF)
 
         def numbers(chunk: jax.Array) -> jax.Array:
-            return _ordered(load(scores, (token, pl.ds(chunk * LINES, LINES)), LINES_OF))
+            return ordered(load(scores, (token, pl.ds(chunk * LINES, LINES)), LINES_OF))
 
         def exchange(parity: jax.Array | int, found: tuple[jax.Array, ...]) -> list[jax.Array]:
             """Exchange the counts of all warpgroups for each candidate, 8 numbers per warpgroup."""
@@ -158,12 +159,6 @@ def choose(
         interpret=interpret,
     )(scores.reshape(tokens, -1, LINE))
     return words, before, nothing.reshape(tokens, -1)
-
-
-def _ordered(x: jax.Array) -> jax.Array:
-    """Integers in the order of floats; the bits of negative floats, which count down, are inverted."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 
 
 def _spread(wg: Warpgroup, x: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ step, are immutable.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -308,7 +307,7 @@ class AsyncLLM:
         """
         self._check_running()
         self._check_awake()
-        arrived = time.perf_counter()
+        arrived = self.llm.engine.runner.clock()
         params = self.llm.default_sampling_params if sampling_params is None else sampling_params
         lazy = isinstance(prompt, LazyPrompt)
         check("" if lazy else prompt, params)

@@ -90,7 +90,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     if engine.law:
         _LOG.warning("%s, whatever the model says: for benchmarks alone", engine.law)
     num_nextn_layers = options.num_nextn_layers
-    if not options.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
+    if not engine.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
         num_nextn_layers = 0  # the folder need not have the layers that its config.json declares
     on = backend(
         options.kernels,

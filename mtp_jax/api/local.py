@@ -34,7 +34,7 @@ def make_runner(
     pages, fp8 = config.pages_per_shard(shards), config.kv_cache_dtype == "fp8"
     shape = StateShape(config.max_num_seqs, pages, config.page_size, config.columns, config.dtype, fp8)
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
-    how = config.suffix_drafts, config.law, config.adaptive_verification
+    how = config.suffix_drafts, config.law, config.adaptive_verification, config.trees
     runner = LocalRunner(Model(cfg, on), params, shape, *how)
     _check_host_cache(config, runner.page_bytes)
     return runner

@@ -121,6 +121,8 @@ class LLMOptions(EngineOptions):
                 f"memory_fraction = {self.memory_fraction:g} is not measured over several hosts, whose "
                 "caches must have one size; give num_pages"
             )
+        given["num_speculative_tokens"] = self.drafts
+        given["verifier"] = self.verifier or ("coupled" if self.tree else "block")
         if self.dtype == "auto":
             given["dtype"] = "float32" if on_cpu else model.dtype
         if self.seed is None:

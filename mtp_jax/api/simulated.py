@@ -25,6 +25,7 @@ def check_simulated(options: LLMOptions) -> None:
         "draft_model": options.draft_model is not None,
         "draft_captures": options.draft_captures is not None,
         "suffix_drafts": options.suffix_drafts,
+        "tree": options.tree is not None,
         "memory_fraction": options.memory_fraction is not None,
         "redundant_experts": options.redundant_experts > 0,
         "synthetic_acceptance": options.synthetic_acceptance is not None,

@@ -52,6 +52,7 @@ _NEED_DRAFTS = (
     "adaptive_depth",
     "adaptive_verification",
     "synthetic_acceptance",
+    "tree",
 )
 _MOST_SLOTS = 8
 _SUBJECTS = {
@@ -72,6 +73,7 @@ _SUBJECTS = {
         "drafting",
         "suffix_drafts",
         "verifier",
+        "tree",
         "synthetic_acceptance",
     ),
 }
@@ -306,6 +308,7 @@ def depth(llm: "LLM") -> str:
     c = llm.engine.config
     most = c.num_speculative_tokens
     drafts = f"depth 0 to {most}" if c.adaptive_depth and most else f"depth {most}"
+    drafts += f" in trees of {c.tree}" if c.tree else ""
     return f"{drafts}, {c.law}" if c.law else drafts
 
 

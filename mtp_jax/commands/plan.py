@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_jax.commands import show
+from mtp_jax.commands import plan_load, show
 from mtp_jax.commands.parser import (
     Parser,
     Subparsers,
@@ -18,6 +18,7 @@ from mtp_jax.commands.parser import (
     positive_number,
     rates,
 )
+from mtp_jax.decode.law import GOLDEN, golden_rates
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.fit import MEMORY_FRACTION
@@ -36,6 +37,7 @@ others published; none was measured with this engine (docs/planning.md)."""
 # that NVIDIA publishes for DeepSeek-R1.
 _RATES = (0.86, 0.7, 0.55)
 _DEPTHS = [0, 1, 3]
+_CONTEXT = 4096
 # GPUs up to which a gather sends little more than an all-to-all: with DeepSeek-V3's routing 2.2 times the
 # bytes for 8, and 9 times for 64.
 _GATHERING = 8
@@ -50,12 +52,16 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_hardware(parser)
     _add_load(parser)
+    plan_load.add_load(parser)
     shown = parser.add_argument_group("output")
     help = "dollars per GPU and hour: adds $ per million tokens"
     add_value(shown, "--price", None, help, positive_number, "X")
     shown.add_argument("--json", action="store_true", help="print a JSON object")
     shown.add_argument(
-        "--output", type=Path, metavar="PNG", help="draw tokens/s of a GPU against those of a user"
+        "--output",
+        type=Path,
+        metavar="PNG",
+        help="draw tokens/s of a GPU against those of a user, or with --load the times of requests",
     )
     parser.set_defaults(run=run)
 
@@ -87,23 +93,29 @@ def _add_hardware(parser: Parser) -> None:
 
 def _add_load(parser: Parser) -> None:
     group = parser.add_argument_group("load")
-    add_value(group, "--context", 4096, "cached tokens per request", positive, "N")
+    add_value(group, "--context", None, f"cached tokens per request (default: {_CONTEXT})", positive, "N")
     many = "how many at a time, on all GPUs together (default: 1, 4, 16 ... and what fits)"
     add_value(group, "--requests", None, many, counts, "N,...")
     depths = "drafts per step (default: 0,1,3; 0 for a model without NextN layers)"
     add_value(group, "--depths", None, depths, integers, "K,...")
-    accepted = "how often each position's draft is accepted if those before it are"
-    add_value(group, "--accept-rates", _RATES, accepted, rates, "P,...")
+    accepted = "how often each position's draft is accepted if those before it are, or a golden length's name"
+    add_value(group, "--accept-rates", _RATES, accepted, _accept_rates, "P,...|NAME")
     group.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="auto: bfloat16 (default: auto)"
     )
 
 
+def _accept_rates(text: str) -> tuple[float, ...]:
+    """The option's value: rates, or the rates of a golden length, by its name."""
+    return golden_rates(text) if text in GOLDEN else rates(text)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, or the comparison. Returns the exit status."""
+    """Print the plan, the comparison, or a load's times. Returns the exit status."""
+    plan_load.check(args)
     if args.check:
-        if args.model is not None:
-            raise ConfigError(f"--check compares DeepSeek-V3 with published speeds; leave out {args.model}")
+        if other := args.model or (args.load and "--load"):
+            raise ConfigError(f"--check compares DeepSeek-V3 with published speeds; leave out {other}")
         from mtp_jax.planning.check import text
 
         show.write(text() + "\n")
@@ -118,10 +130,12 @@ def run(args: argparse.Namespace) -> int:
     path = args.model if args.model.is_file() else args.model / "config.json"
     cfg = KNOWN.get(str(args.model).lower()) if not path.exists() else None
     cfg = cfg or ModelConfig.from_file(path)
+    name = path.absolute().parent.name
+    if args.load is not None:
+        return plan_load.run(args, _deployment(args, cfg), name)
     depths = args.depths or (_DEPTHS if cfg.num_nextn_predict_layers else [0])
     batches = None if args.micro_batches == "auto" else int(args.micro_batches)
     plan = table.make(_deployment(args, cfg), args.requests, depths, args.accept_rates, batches, args.price)
-    name = path.absolute().parent.name
     if args.output:
         d = plan.base
         plot.draw(plan, f"{name} on {d.gpus} x {d.gpu.name.upper()}, estimated", args.output)
@@ -152,7 +166,7 @@ def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
         data,
         model,
         hosts,
-        context=args.context,
+        context=args.context or _CONTEXT,
         cache="bfloat16" if args.kv_cache_dtype == "auto" else "fp8",
         exchange=auto if args.exchange == "auto" else args.exchange,
         memory_fraction=args.memory_fraction,

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Tune. Returns the exit status."""
     options, directory = chosen(args, TuneOptions), model_dir(args)
     model = chosen(args, LLMOptions, model=directory)
-    if not model.num_speculative_tokens:
+    if not model.drafts:
         raise ConfigError("num_speculative_tokens = 0; expected 1 or more: the drafts to tune")
     try:
         from mtp_jax.train.tune import Given, tune

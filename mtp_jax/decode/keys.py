@@ -1,15 +1,61 @@
 """The host's view of the device: the keys of programs, and the layout of a packed result. No jax here."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal
+
+from mtp_jax.errors import ConfigError
 
 Drafting = Literal["greedy", "sampled"]
 Verifier = Literal["rejection", "block", "coupled"]
 
 # A window has at most 32 tokens: kernels_pallas.mla_decode.visible packs a bit per draft into a word.
 MAX_DRAFTS = 31
+_TREE = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,4})")
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Sizes of the trees that a drafter grows (``drafter/grow.py``).
+
+    Attributes:
+        topk: children of a node, and nodes of a step that get children in the next one.
+        steps: most drafts on the way to a node.
+        nodes: drafts of a tree, the best of all that were found.
+    """
+
+    topk: int
+    steps: int
+    nodes: int
+
+    @classmethod
+    def of(cls, text: str) -> "TreeShape":
+        """The sizes in a text like "4x3x12". Raises ConfigError."""
+        match = _TREE.fullmatch(str(text))
+        if match is None:
+            raise ConfigError(f"tree = {text!r:.80}; expected TOPKxSTEPSxNODES, such as '4x3x12'")
+        shape = cls(*map(int, match.groups()))
+        if shape.topk < 2:
+            raise ConfigError(f"tree = {text!r}: one child per node is a chain; use num_speculative_tokens")
+        if not 0 < shape.rows <= MAX_DRAFTS and shape.steps != 1:
+            raise ConfigError(
+                f"tree = {text!r} runs the draft layer over {shape.topk} nodes in each of {shape.steps - 1} "
+                f"steps; expected 1 step or more, and {MAX_DRAFTS} such nodes at most"
+            )
+        most = min(MAX_DRAFTS, shape.topk + shape.rows * shape.topk)
+        if not shape.steps < shape.nodes <= most:
+            raise ConfigError(
+                f"tree = {text!r}; expected {shape.steps + 1} to {most} nodes: more than a chain has in "
+                f"{shape.steps} steps, and no more than are found or than a window holds"
+            )
+        return shape
+
+    @property
+    def rows(self) -> int:
+        """Nodes that the drafter itself runs over, behind the newest token."""
+        return (self.steps - 1) * self.topk
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class Flush:
     """A launch that does the drafter's deferred work.
 
     Attributes:
-        at: ``time.perf_counter()`` when it began.
+        at: seconds of the runner's clock when it began.
         steps: number of steps that had deferred the work.
         wait: returns once it has run.
     """
@@ -175,7 +175,7 @@ class Pending(Generic[T]):
     """The result of a launch, on its way to the host.
 
     Attributes:
-        at: ``time.perf_counter()`` when the launch began.
+        at: seconds of the runner's clock when the launch began.
         read: returns the result, once it has arrived.
         flush: the flush launched between the step before and this one; None if there was none.
     """
@@ -197,8 +197,12 @@ class Runner(ABC):
         shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
         layout: experts whose choices are counted; None: nothing is counted or moved.
         any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
+        clock: returns the seconds in which launches and requests are timed: ``time.perf_counter``, unless
+            the device's time is simulated.
         before_writing: functions that launch the reads which must come first.
     """
+
+    clock: Callable[[], float] = time.perf_counter
 
     def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
         self.shards, self.layout, self.any_depth = shards, layout, any_depth
@@ -256,11 +260,11 @@ class DeviceRunner(Runner):
     def flushed(self) -> None:
         """Write the drafter's deferred entries."""
         if self._deferred:
-            at, steps = time.perf_counter(), self._deferred
+            at, steps = self.clock(), self._deferred
             self._deferred, self._flush = 0, Flush(at, steps, self._launch_flush())
 
     def _do(self, launch: Launch[Any], masks: MaskMaker | None) -> Pending[Any]:
-        at = time.perf_counter()
+        at = self.clock()
         step = launch.key if isinstance(launch, Step) else None
         defers = step is not None and not step.room and not step.tokens and self.deferral > 0
         if launch.flushes and not (defers and self._deferred < self.deferral):

@@ -91,6 +91,16 @@ class Law:
         return f"{MARK} acceptance: length {self.length:.4g} (drafts kept in shares of {shares} of the steps)"
 
 
+def golden_rates(name: str) -> tuple[float, ...]:
+    """The chance of each draft, once all before it are kept, with which every depth has its golden length.
+
+    Raises KeyError for a name that is not in ``GOLDEN``.
+    """
+    lengths = (1.0, *GOLDEN[name])
+    shares = [1.0, *(max(later - earlier, 0.0) for earlier, later in pairwise(lengths))]
+    return tuple(min(later / earlier, 1.0) if earlier else 0.0 for earlier, later in pairwise(shares))
+
+
 def _golden(name: str, drafts: int) -> float:
     """The golden length of a name. Raises ConfigError."""
     lengths = GOLDEN.get(name, ())

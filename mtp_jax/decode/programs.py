@@ -197,7 +197,7 @@ class Programs:
         return self._bookkeeping["update"](state, keep, page_table)
 
     def flush(self, params: Params, state: State) -> tuple[State, Int[Array, ""]]:
-        """Do the drafter's deferred work. The number means nothing; it is there when that is done."""
+        """Write the drafter's deferred entries. The number has no meaning; it arrives when this is done."""
         return self._bookkeeping["flush"](params, state)
 
     def read_experts(self, state: State) -> tuple[State, tuple[jax.Array, jax.Array]]:

@@ -11,7 +11,7 @@ from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.keys import Key, PageKey, StepKey
+from mtp_jax.decode.keys import Key, PageKey, StepKey, TreeShape
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.law import Law
 from mtp_jax.decode.programs import Programs
@@ -48,13 +48,14 @@ class LocalRunner(DeviceRunner):
         suffix_drafts: bool = False,
         law: Law | None = None,
         margins: bool = False,
+        tree: TreeShape | None = None,
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
         suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law, margins:
-        see ``Step``.
+        see ``Step``. tree: trees that the drafter grows; None: chains.
         """
-        drafter, on = build(model.cfg, suffix_drafts), model.on
+        drafter, on = build(model.cfg, suffix_drafts, tree), model.on
         # The passes of several NextN layers differ, so no loop can compute them.
         loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
         super().__init__(data_size(on.mesh), layout_of(model, params), loops)

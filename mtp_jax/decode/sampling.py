@@ -69,15 +69,16 @@ def window_counts(
     counts: Int[Array, "B V"],
     tokens: Int[Array, "B W"],
     position: Int[Array, " n"] | None = None,
-    lineage: Int[Array, "B W"] | None = None,
+    lineage: Int[Array, "B n"] | None = None,
 ) -> Int[Array, "B n V"]:
     """The output counts at these positions of a window, as without speculation; None: all positions.
 
     `counts` already holds tokens[:, 0], the slot's newest token; position i adds tokens[:, 1..i], the drafts
     it is conditioned on. Penalties therefore evolve inside the window exactly as they do token by token.
-    lineage: of the nodes of a tree, see ``tree.lineage``: a node adds the drafts on the way to it.
+    lineage: n nodes of a tree, see ``tree.lineage``: a node adds the drafts on the way to it.
     """
-    position = (jnp.arange(tokens.shape[1]) if position is None else position)[:, None]
+    width = tokens.shape[1] if lineage is None else lineage.shape[1]
+    position = (jnp.arange(width) if position is None else position)[:, None]
     ids = jnp.arange(counts.shape[1], dtype=tokens.dtype)
     seen = counts[:, None] + jnp.zeros_like(position)
     for i in range(1, tokens.shape[1]):  # elementwise, so that it fuses with its reader
@@ -254,10 +255,10 @@ def row_keys(
 ) -> Key[Array, " B"]:
     """One key per row that depends on (seed, position, purpose) only, never on slot, batch or depth.
 
-    position: the slot's committed length when its drafting starts, for *every* random number of the step;
-    draft i is told apart by purpose DRAFT + i. Were drafts keyed by their own position, the next step would
-    draw the same numbers again, and block verification has conditioned on them by then: the output would be
-    biased. Coupled verification does key by a token's own position: it conditions on nothing.
+    position: the slot's committed length when its drafting starts. All random numbers of a step share this
+    position, and purpose DRAFT + i distinguishes draft i. If drafts had keys by their own position, the next
+    step would draw the same numbers again, and block verification has conditioned on them by then: the output
+    would be biased. Coupled verification alone uses each token's own position, as it conditions on nothing.
     """
 
     def key(row_seed: Array, row_position: Array) -> Array:
@@ -295,15 +296,19 @@ def gumbel_sample(keys: Key[Array, "*b"], probs: Float[Array, "*b V"]) -> Int[Ar
     ``coupled``). Never a token of probability 0. A row with NaN, or without any mass, returns NO_TOKEN.
     It costs more than ``sample``: a random number per token of the vocabulary.
     """
+    scores = perturbed(keys, probs)
+    return jnp.where(jnp.max(scores, -1) > -jnp.inf, argmax(scores), NO_TOKEN)
+
+
+def perturbed(keys: Key[Array, "*b"], probs: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+    """Log p + Gumbel noise: the largest is the token that ``gumbel_sample`` draws."""
     shape = (probs.shape[-1],)
 
     def noise(key: Array) -> Array:
         # "high": the largest of many draws decides, where a single word resolves too little.
         return jax.random.gumbel(key, shape, probs.dtype, mode="high")
 
-    flat = jax.vmap(noise)(keys.reshape(-1)).reshape(probs.shape)
-    scores = jnp.log(probs) + flat
-    return jnp.where(jnp.max(scores, -1) > -jnp.inf, argmax(scores), NO_TOKEN)
+    return jnp.log(probs) + jax.vmap(noise)(keys.reshape(-1)).reshape(probs.shape)
 
 
 def _invert(u: Float[Array, " B"], weights: Float[Array, "B n"]) -> Int[Array, " B"]:

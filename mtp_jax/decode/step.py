@@ -73,7 +73,7 @@ def accept_drafts(
 ) -> Verdict:
     """Which drafts each row keeps, and the token after them. Raises ConfigError."""
     count = num_drafts(s, drafts)
-    if drafts.probs is None:
+    if mode.drafting is None:
         return verify.greedy(argmax(restrict(logits, allowed)), drafts.tokens, count, drafts.parents)
     if drafts.parents is not None and mode.verifier != "coupled":
         raise ConfigError(
@@ -85,7 +85,7 @@ def accept_drafts(
 
     def sampled() -> Verdict:
         target = distribution(adjusted, s.sampling)
-        if mode.verifier == "coupled":
+        if mode.verifier == "coupled" or probs is None:
             positions = s.length[:, None] + drafts.steps
             keys = jax.vmap(row_keys, (None, 1, None), 1)(s.sampling.seed, positions, Purpose.SAMPLE)
             return verify.coupled(keys, target, drafts.tokens, count, drafts.parents)
@@ -148,8 +148,8 @@ class Step:
     ) -> tuple[State, StepResult]:
         """Draft, verify, emit 1 to wanted + 1 tokens per slot, and the first token of prompts that end.
 
-        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. estimate: see
-        ``ranking.survival``, where ``key.kept`` says how many drafts are verified. Raises ConfigError.
+        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. estimate: slope
+        and bias for ``ranking.survival``, where ``key.kept`` is set. Raises ConfigError.
         """
         state, drafts = self.draft(params, state, None, wanted) if self.key.slots else (state, None)
         return self.verify(params, state, drafts, None, chunk, estimate)

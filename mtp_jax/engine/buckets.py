@@ -70,7 +70,7 @@ class Buckets:
     def __init__(self, config: EngineConfig, shards: int = 1, any_depth: bool = False) -> None:
         """shards: data shards. any_depth: see ``Runner``."""
         self._config, self._shards, self._any_depth = config, shards, any_depth
-        most = config.prefill_chunk
+        self._steps, most = config.trees and config.trees.steps, config.prefill_chunk
         self.chunk_sizes: Sequence[int] = buckets(most, min(SIZES.chunk, most), SIZES.chunks)
         self._slots: Sequence[int] = buckets(config.max_num_seqs, 1, SIZES.slots)
         # Over several data shards a step has all slots, as the first slots all belong to one shard.
@@ -217,7 +217,8 @@ class Buckets:
 
     def _depths(self, most: int) -> Sequence[int]:
         """The depths that adaptive steps need executables for."""
-        return sorted({0, most}) if self._any_depth else adaptive_depths(most)
+        chain = most if self._steps is None else min(most, self._steps)
+        return sorted({0, chain, most}) if self._any_depth else adaptive_depths(most, self._steps)
 
     def _page_sizes(self) -> Sequence[int]:
         """Widths of page tables."""
@@ -240,7 +241,7 @@ class Buckets:
             return self._few(structured)
         config = self._config
         deepest = config.num_speculative_tokens
-        depths = adaptive_depths(deepest) if config.adaptive_depth else (deepest,)
+        depths = adaptive_depths(deepest, self._steps) if config.adaptive_depth else (deepest,)
         sampled = SamplingMode(config.drafting, config.verifier)
         scored = replace(sampled, logprobs=MAX_LOGPROBS)
         slots, pages, sizes = self._step_slots, self._page_sizes(), self.chunk_sizes
@@ -272,7 +273,8 @@ class Buckets:
         structured step, which is two programs, serves requests for log-probabilities, too. A step of all
         slots without drafts has a program, as its windows have one token instead of K + 1; one slot's deepest
         step makes no drafts in little more time. Prompts alone have two programs: one of the longest chunk,
-        which gives log-probabilities, and a smaller one for short prompts.
+        which gives log-probabilities, and a smaller one for short prompts. Where there are trees, chains have
+        programs of their own.
         """
         config, sizes = self._config, self.chunk_sizes
         deepest, pages = config.num_speculative_tokens, config.columns
@@ -283,10 +285,12 @@ class Buckets:
         prompts = _scoring(StepKey(0, 0, pages, SamplingMode(logprobs=MAX_LOGPROBS)), sizes[-1])
         short = StepKey(0, 0, pages, SamplingMode(), sizes[-2:][0], 1)
         beside = replace(plain, tokens=sizes[-1], prompts=1)
-        undrafted = [replace(plain, depth=0)] if config.adaptive_depth else []
+        depths = self._depths(deepest)[:-1] if config.adaptive_depth else ()
+        fewer = [replace(plain, depth=depth) for depth in depths]
+        fewer += [replace(key, slots=one) for key in fewer if key.depth]
         first = [prompts, replace(plain, mode=scored)]
         alone = [replace(plain, slots=one), short, beside, plain]
-        rest = dict.fromkeys([*alone, *undrafted, *self._ranked_keys(plain)])
+        rest = dict.fromkeys([*alone, *fewer, *self._ranked_keys(plain)])
         return [*self._page_keys, *first], list(rest)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from mtp_jax.decode.keys import MAX_DRAFTS, Drafting
+from mtp_jax.decode.keys import MAX_DRAFTS, Drafting, TreeShape
 from mtp_jax.decode.law import Asked, Law
 from mtp_jax.errors import ConfigError
 from mtp_jax.options import check, documented, narrowed, option
@@ -13,6 +13,8 @@ VerifierChoice = Literal["block", "coupled"]
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 CacheType = Literal["auto", "fp8"]
 ExchangeChoice = Literal["auto", "gather", "all_to_all"]
+# ``num_speculative_tokens`` where it is not given.
+DEFAULT_DRAFTS = 3
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -21,8 +23,14 @@ Dtype = Literal["float32", "bfloat16"]
 class EngineOptions:
     """Options of an engine. Raises ConfigError."""
 
-    num_speculative_tokens: int = option(
-        3, "most drafts per step; 0 turns speculation off", low=0, high=MAX_DRAFTS, metavar="K"
+    num_speculative_tokens: int | None = option(
+        None,
+        "most drafts per step; 0 turns speculation off",
+        kind=int,
+        low=0,
+        high=MAX_DRAFTS,
+        unset="3, or the nodes of a tree",
+        metavar="K",
     )
     max_num_seqs: int = option(8, "slots: completions at a time", low=1, high=4096, metavar="N")
     max_model_len: int | None = option(
@@ -95,11 +103,21 @@ class EngineOptions:
         " tokens that followed then, in place of the NextN layers' drafts; for requests that sample, only "
         "where they ask for it or there are no NextN layers",
     )
-    verifier: VerifierChoice = option(
-        "block",
+    verifier: VerifierChoice | None = option(
+        None,
         "how drafts are verified when sampling, both lossless: block (arXiv 2403.10444), or coupled "
         "(arXiv 2408.07978), which accepts fewer, and a seed gives one text at every depth",
+        kind=str,
         choices=get_args(VerifierChoice),
+        unset="block, or coupled for a tree",
+    )
+    tree: str | None = option(
+        None,
+        "draft trees, from NextN layers or an EAGLE-3 head: TOPK children of a node, STEPS drafts on a way, "
+        "the best NODES of all that are found, 31 at most (SGLang's num-draft-tokens is one more)",
+        kind=str,
+        unset="chains",
+        metavar="TOPKxSTEPSxNODES",
     )
     synthetic_acceptance: Asked | None = option(
         None,
@@ -191,17 +209,46 @@ class EngineOptions:
                 "suffix_drafts = True, but a row without a match has no drafts for synthetic_acceptance to "
                 "keep; leave one of them out"
             )
-        if self.suffix_drafts and not self.num_speculative_tokens:
+        if self.suffix_drafts and self.num_speculative_tokens == 0:
             raise ConfigError(
                 "suffix_drafts = True, but num_speculative_tokens = 0 verifies no drafts; set it to 1 to "
                 f"{MAX_DRAFTS}, or suffix_drafts to False"
             )
+        if self.trees is None:
+            return
+        if self.num_speculative_tokens not in (None, self.trees.nodes):
+            raise ConfigError(
+                f"num_speculative_tokens = {self.num_speculative_tokens}, but tree = {self.tree!r} has "
+                f"{self.trees.nodes} drafts; leave one of them out"
+            )
+        if self.verifier not in (None, "coupled"):
+            raise ConfigError(
+                f"verifier = {self.verifier!r} verifies chains, and tree = {self.tree!r} is given; use "
+                "'coupled', or leave one of them out"
+            )
+        for name, given in (
+            ("synthetic_acceptance", self.law is not None),
+            ("adaptive_verification", self.adaptive_verification),
+        ):
+            if given:
+                raise ConfigError(f"tree = {self.tree!r}, but {name} is for chains; leave one of them out")
 
     @property
     def law(self) -> Law | None:
         """The law of ``synthetic_acceptance``. Raises ConfigError."""
         asked = self.synthetic_acceptance
-        return None if asked is None else Law.of(asked, self.num_speculative_tokens)
+        return None if asked is None else Law.of(asked, self.drafts)
+
+    @property
+    def trees(self) -> TreeShape | None:
+        """The sizes of ``tree``. Raises ConfigError."""
+        return None if self.tree is None else TreeShape.of(self.tree)
+
+    @property
+    def drafts(self) -> int:
+        """``num_speculative_tokens``, or its default."""
+        default = self.trees.nodes if self.trees else DEFAULT_DRAFTS
+        return default if self.num_speculative_tokens is None else self.num_speculative_tokens
 
 
 @documented
@@ -209,7 +256,9 @@ class EngineOptions:
 class EngineConfig(EngineOptions):
     """The options of an engine whose model is known. Raises ConfigError."""
 
+    num_speculative_tokens: int = narrowed(EngineOptions, "num_speculative_tokens", DEFAULT_DRAFTS, unset="")
     max_model_len: int = narrowed(EngineOptions, "max_model_len", 2048, unset="")
+    verifier: VerifierChoice = narrowed(EngineOptions, "verifier", "block", unset="")
     dtype: Dtype = narrowed(
         EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)
     )
@@ -235,7 +284,12 @@ class EngineConfig(EngineOptions):
 
     def without_drafts(self) -> "EngineConfig":
         """The same options for an engine that never drafts."""
-        off = {"suffix_drafts": False, "adaptive_verification": False, "synthetic_acceptance": None}
+        off = {
+            "suffix_drafts": False,
+            "adaptive_verification": False,
+            "synthetic_acceptance": None,
+            "tree": None,
+        }
         return replace(self, num_speculative_tokens=0, **off)
 
     @property
@@ -253,7 +307,7 @@ class EngineConfig(EngineOptions):
         """Most tokens of prompt and output together: max_model_len, or the tokens that the pages hold."""
         if self.num_pages is None:
             return self.max_model_len
-        held = self.num_pages * self.page_size - self.num_speculative_tokens
+        held = self.num_pages * self.page_size - self.rows_of(self.num_speculative_tokens)
         return min(self.max_model_len, max(held, 0))
 
     def pages_per_shard(self, shards: int) -> int:
@@ -262,8 +316,12 @@ class EngineConfig(EngineOptions):
 
     def pages_for(self, tokens: int) -> int:
         """Pages that a sequence of this many tokens needs, the drafts past its end included."""
-        return -(-(tokens + self.num_speculative_tokens) // self.page_size)
+        return -(-(tokens + self.rows_of(self.num_speculative_tokens)) // self.page_size)
 
     def pages_for_step(self, rows: int, depth: int, capacity: int) -> int:
         """Pages that a step of ``depth`` drafts after ``rows`` tokens needs; ``capacity``: all tokens."""
-        return min(-(-(rows + depth) // self.page_size), self.pages_for(capacity))
+        return min(-(-(rows + self.rows_of(depth)) // self.page_size), self.pages_for(capacity))
+
+    def rows_of(self, depth: int) -> int:
+        """Rows of the cache behind a newest token that a step of ``depth`` drafts writes."""
+        return max(depth, self.trees.rows) if self.trees and depth > self.trees.steps else depth

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from mtp_jax.decode.keys import TreeShape
 from mtp_jax.engine.survival import Offered, Survival
 
 
@@ -65,18 +66,25 @@ Row = tuple[int, int, int]
 """Drafts verified, drafts accepted and tokens emitted by one row of a step."""
 
 
-def adaptive_depths(most: int) -> tuple[int, ...]:
-    """The depths that adaptive steps choose from: 0, odd depths and the deepest."""
-    return tuple(sorted({0, *range(1, most + 1, 2), most}))
+def adaptive_depths(most: int, steps: int | None = None) -> tuple[int, ...]:
+    """The depths that adaptive steps choose from: 0, odd depths and the deepest.
+
+    steps: ``TreeShape.steps``: more drafts than these are a tree, fewer a chain. None: all are chains.
+    """
+    chain = most if steps is None else min(most, steps)
+    return tuple(sorted({0, *range(1, chain + 1, 2), chain, most}))
 
 
 class Yield:
     """Tokens that a step emits, by its way."""
 
-    def __init__(self, most: int, policy: DepthPolicy) -> None:
+    def __init__(self, most: int, policy: DepthPolicy, steps: int | None = None) -> None:
         self._policy, self._fade = policy, 1 - 1 / policy.memory
         # Indexed by position: drafts verified, and drafts accepted, where all earlier drafts were accepted.
-        self._tried, self._held = np.zeros(most), np.zeros(most)
+        chain = most if steps is None else steps
+        self._tried, self._held = np.zeros(chain), np.zeros(chain)
+        # Trees: their number, and their accepted drafts; before there are any they count as chains.
+        self._trees, self._walked, self._more = 0.0, 0.0, most - chain
         # Indexed by way: tokens accepted, and emitted. Fewer are emitted, because rows end within a step,
         # and because a step may be on its way when the one before it turns out to be the last.
         self._due, self._emitted = (defaultdict[Way, float](lambda: policy.weight) for _ in range(2))
@@ -93,10 +101,15 @@ class Yield:
         depth, verified = way
         self._tried *= self._fade
         self._held *= self._fade
+        self._trees *= self._fade
+        self._walked *= self._fade
         self._due[way] *= self._fade
         self._emitted[way] *= self._fade
         for (most, (drafted, accepted, emitted)), n in Counter(zip(depths, rows, strict=True)).items():
-            if depth == verified:
+            if drafted > len(self._tried):
+                self._trees += n
+                self._walked += n * accepted
+            elif depth == verified:
                 self._tried[: min(accepted + 1, drafted)] += n
                 self._held[:accepted] += n
             # A row that had ended emits no token; its expected number stands in.
@@ -125,7 +138,9 @@ class Yield:
         """Expected tokens of a row that goes on, at depth 0, 1, 2, ..."""
         p = self._policy
         reach = np.cumprod((self._held + p.weight * p.prior) / (self._tried + p.weight))
-        return [1.0, *(1 + np.cumsum(reach)).tolist()]
+        chains = [1.0, *(1 + np.cumsum(reach)).tolist()]
+        walked = self._walked + p.weight * (chains[-1] - 1)
+        return chains + [1 + walked / (self._trees + p.weight)] * self._more
 
     def tokens(self, key: _Key, asked: Mapping[int, int]) -> float:
         """Expected tokens of a step. asked: numbers of rows, by most drafts to verify."""
@@ -240,10 +255,11 @@ class Costs:
 class DepthController:
     """Chooses the executable of every step, from measured costs and acceptance."""
 
-    def __init__(self, most: int, policy: DepthPolicy | None = None) -> None:
-        """most: depth of the deepest step."""
+    def __init__(self, most: int, policy: DepthPolicy | None = None, trees: TreeShape | None = None) -> None:
+        """most: depth of the deepest step. trees: see ``adaptive_depths``."""
         self.policy = policy = policy or DepthPolicy()
-        self._yield = Yield(most, policy)
+        self.steps = trees and trees.steps
+        self._yield = Yield(most, policy, self.steps)
         self._costs: defaultdict[Any, Costs] = defaultdict(lambda: Costs(policy))
         # The current probe: its way, and the number of its steps that are left.
         self._probe, self._left = PLAIN, 0

@@ -6,7 +6,6 @@
 The host never needs a step's outcome to launch the next one: lengths, stops and drafts live on the device.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -86,11 +85,11 @@ class Engine:
         if runner.layout:
             self.balancer = Balancer(runner.layout, runner, config.expert_rebalance)
         self.scheduler = Scheduler(config, self.shards, self.tier)
-        self.depth = DepthController(config.num_speculative_tokens)
-        self.timings, self.counters = Timings(), Counters()
+        self.depth = DepthController(config.num_speculative_tokens, trees=config.trees)
+        self.timings, self.counters = Timings(runner.clock), Counters()
         self.buckets = Buckets(config, self.shards, runner.any_depth)
         self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)
-        self._inputs = InputProcessor(cfg, config, self.pages, self.grammars)
+        self._inputs = InputProcessor(cfg, config, self.pages, self.grammars, runner.clock)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False
         self._warm: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)
@@ -113,11 +112,11 @@ class Engine:
         """Queue a request that ``make_request`` built. The engine draws a seed for a request without one."""
         own = request.progress
         own.seed = int(self._seeds.integers(2**32)) if request.seed is None else request.seed
-        own.arrived = time.perf_counter() if request.arrived is None else request.arrived
+        own.arrived = self.runner.clock() if request.arrived is None else request.arrived
         if not self.busy:
             # Launched before the last request was aborted; the device has long been idle.
             self._inflight.clear()
-            self.timings.last_read = time.perf_counter()
+            self.timings.last_read = self.runner.clock()
         self.scheduler.enqueue(request)
 
     def abort(self, request: Request, reason: str = "abort") -> None:
@@ -178,7 +177,8 @@ class Engine:
 
     def _depths(self, key: StepKey) -> Sequence[int]:
         """The depths at which this executable will run."""
-        many = key.depth and key.kept is None and self.runner.any_depth
+        chain = self.depth.steps is None or key.depth <= self.depth.steps
+        many = key.depth and key.kept is None and self.runner.any_depth and chain
         return adaptive_depths(key.depth)[1:] if many else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:
@@ -239,7 +239,7 @@ class Engine:
 
     def _end_late(self) -> list[Request]:
         """End the requests whose deadline has passed."""
-        now = time.perf_counter()
+        now = self.runner.clock()
         live = (r for r in self.scheduler.live() if not self.scheduler.holds(r))
         late = [r for r in live if r.deadline is not None and now > r.deadline]
         for request in late:
@@ -249,7 +249,7 @@ class Engine:
     def _finish(self, request: Request, reason: str, known: bool = True) -> None:
         """End a request. known: whether the device has ended it itself."""
         self.scheduler.release(request, known)
-        request.progress.end(reason)
+        request.progress.end(reason, self.runner.clock())
         self.counters.finished[reason] += 1
 
     def _admit_waiting(self) -> None:
@@ -273,7 +273,7 @@ class Engine:
     def _admit(self, request: Request) -> None:
         own, found = request.progress, request.residence
         if own.admitted_at is None:
-            own.admitted_at = time.perf_counter()
+            own.admitted_at = self.runner.clock()
             own.weight_version = self.weight_version
             own.cached_tokens = found.prefilled
             self.counters.prompt_tokens += len(request.prompt)
@@ -365,7 +365,7 @@ class Engine:
                 own.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]], [Source(extra[SOURCE])])
             if count or finish is not Finish.RUNNING:
                 own.unread -= 1
-                seconds = own.emit(tokens[:count], extra[ACCEPTED])
+                seconds = own.emit(tokens[:count], self.runner.clock(), extra[ACCEPTED])
                 self.counters.generation_tokens += count
                 if seconds is not None:
                     self.counters.inter_token.add(seconds / count, count)

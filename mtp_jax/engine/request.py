@@ -3,7 +3,6 @@
 ``Request`` is frozen. The engine writes its ``Progress``, the scheduler its ``Residence``.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +22,7 @@ class Terms(TypedDict, total=False):
         timeout: seconds from its arrival after which it ends with the tokens it has; None: never.
         cache_salt: only requests of the same salt share cached pages.
         spare: further tokens its pages hold from the start.
-        arrived: ``time.perf_counter()`` at its arrival; None: the time when it is queued.
+        arrived: seconds of the runner's clock at its arrival; None: the time when it is queued.
         holdable: whether ``Engine.hold`` keeps it in the queue; True unless given.
     """
 
@@ -59,7 +58,7 @@ class Progress:
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
         weight_version: name of the weights that it runs with; None before its first admission.
-        arrived: ``time.perf_counter()`` when the request came.
+        arrived: seconds of the runner's clock when the request came; 0 until it is queued.
     """
 
     seed: int = 0
@@ -75,14 +74,14 @@ class Progress:
     rows_bound: int = 0
     cached_tokens: int = 0
     weight_version: str | None = None
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None
 
-    def emit(self, tokens: list[int], accepted: int = 0) -> float | None:
-        """Append the tokens of a launch, of which the first ``accepted`` were drafted.
+    def emit(self, tokens: list[int], now: float, accepted: int = 0) -> float | None:
+        """Append the tokens of a launch that was read ``now``; the first ``accepted`` were drafted.
 
         Returns the seconds since the previous tokens; None if there are no new or no previous tokens.
         """
@@ -90,8 +89,7 @@ class Progress:
             return None
         self.output += tokens
         self.drafted += [i < accepted for i in range(len(tokens))]
-        now, before = time.perf_counter(), self.last_token_at
-        self.last_token_at = now
+        before, self.last_token_at = self.last_token_at, now
         if before is None:
             self.first_token_at = now
             return None
@@ -101,9 +99,9 @@ class Progress:
         """Keep the first ``tokens`` of the output."""
         del self.output[tokens:], self.drafted[tokens:], self.logprobs[tokens:]
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, now: float) -> None:
         """End the output with a reason: "stop", "length", "abort", "timeout" or "error"."""
-        self.finish_reason, self.finished_at = reason, time.perf_counter()
+        self.finish_reason, self.finished_at = reason, now
 
 
 @dataclass(eq=False)
@@ -154,7 +152,7 @@ class Request:
         suffix_drafts: whether its drafts may come from suffix matches.
         stops: tokens that end the output.
         constraints: a grammar, and other rules that depend on the output so far; None: there are none.
-        deadline: ``time.perf_counter()`` at which the engine ends it, finished or not.
+        deadline: seconds of the runner's clock at which the engine ends it, finished or not.
         salt: see ``Terms.cache_salt``.
         spare, priority, arrived, holdable: see ``Terms``.
         siblings: the completions of its prompt, itself among them, which all run with the same weights.

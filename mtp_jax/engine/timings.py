@@ -1,18 +1,19 @@
 """Measured seconds of launches, and of the work that they defer. No jax."""
 
-import time
 from collections import deque
+from collections.abc import Callable
 
 
 class Timings:
     """Times of launches. Each runs from its launch, or from the end of the launch before it if that is later.
 
     Attributes:
-        last_read: ``time.perf_counter()`` when the host last read a launch's end.
+        last_read: the clock's seconds when the host last read a launch's end.
         deferring: seconds of a flush per step that deferred work to it, on average over the last two flushes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.last_read = 0.0
         self.deferring = 0.0
         self._settled = False
@@ -20,7 +21,7 @@ class Timings:
 
     def ended(self, at: float) -> float:
         """Record that a launch that began at ``at`` has just ended. Returns the seconds that it took."""
-        now = time.perf_counter()
+        now = self._clock()
         seconds = now - max(at, self.last_read)
         self.last_read = now
         return seconds

@@ -112,8 +112,10 @@ class Turns:
         if not running:
             return self._cover(running, prompts, 0)
         fixed = max((r.depth for r in running if r.fixed_depth), default=0)
-        deepest = max(fixed, *(r.useful_depth for r in running))
-        depths = [d for d in adaptive_depths(deepest) if d >= fixed]
+        deepest, steps = max(fixed, *(r.useful_depth for r in running)), self._depth.steps
+        if steps is not None and deepest > steps:  # all nodes of a tree may be of use
+            deepest = max(r.depth for r in running)
+        depths = [d for d in adaptive_depths(deepest, steps) if d >= fixed]
         keys = [self._cover(running, prompts, d) for d in depths]
         if not fixed and not prompts:  # a request with a depth of its own keeps it
             some = (self._ranked(running, deepest, kept) for kept in self._buckets.ranked(deepest))

@@ -2,8 +2,7 @@
 
 import itertools
 import operator
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 
 from mtp_jax.decode.law import MARK
@@ -45,6 +44,13 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"num_speculative_tokens = {config.num_speculative_tokens}, but a block of this "
             f"{cfg.drafter and cfg.drafter.name} head has {most} drafts; use {most} or less"
         )
+    layers = cfg.num_nextn_predict_layers
+    if config.tree is not None and (most is not None or (cfg.drafter is None and layers != 1)):
+        own = f"a {cfg.drafter.name} head" if cfg.drafter else f"{layers or 'no'} NextN layers"
+        raise ConfigError(
+            f"tree = {config.tree!r} is grown by one NextN layer or an EAGLE-3 head, and this model drafts "
+            f"with {own}; leave it out"
+        )
     if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
         raise ConfigError(
             f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "
@@ -59,8 +65,16 @@ class InputProcessor:
         grammars: compiles grammars and rules that depend on the output so far; None refuses them.
     """
 
-    def __init__(self, cfg: ModelConfig, config: EngineConfig, pages: int, grammars: Grammars | None) -> None:
-        """``pages``: number of pages of a data shard."""
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        config: EngineConfig,
+        pages: int,
+        grammars: Grammars | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """pages: number of pages of a data shard. clock: see ``Runner``."""
+        self._clock = clock
         self.cfg, self.config, self.pages, self.grammars = cfg, config, pages, grammars
         self._ids = itertools.count()
 
@@ -83,7 +97,7 @@ class InputProcessor:
         seeded = params.seed is not None and params.temperature > 0 and config.verifier != "coupled"
         asked = params.num_speculative_tokens is not None
         seed, arrived, timeout = terms.get("seed", params.seed), terms.get("arrived"), terms.get("timeout")
-        now = time.perf_counter() if arrived is None else arrived
+        now = self._clock() if arrived is None else arrived
         siblings: list[Request] = []
         for i in range(n):
             request = Request(
@@ -125,7 +139,7 @@ class InputProcessor:
                 f"{self.pages}; shorten it or raise num_pages"
             )
         if params.max_tokens is None:  # the cache sets the limit
-            held = self.pages * config.page_size - config.num_speculative_tokens
+            held = self.pages * config.page_size - config.rows_of(config.num_speculative_tokens)
             room = max(min(room, held - length - spare), 1)
         max_tokens = min(params.max_tokens or room, room)
         needed = config.pages_for(length + max_tokens + spare)

@@ -108,8 +108,7 @@ def move(
     *,
     mesh: Mesh,
 ) -> tuple[Weights, Int[Array, "E c"]]:
-    """An MoE layer's weights with the expert of slot ``source`` also in slot ``target``, and with these
-    ``copies``.
+    """Copy the expert in slot ``source`` into slot ``target``. Returns an MoE layer's weights and ``copies``.
 
     The slots may lie on any two devices. One expert travels, bit by bit: a sum of integers of which all but
     one are zero.

@@ -26,7 +26,7 @@ _TILES = 8, 64
 class Routing:
     """Chosen experts and their weights; ids outside ``[0, E)`` contribute nothing and cost nothing.
 
-    ``counts``: choices of each expert per 64 rows, if a kernel chose; other kernels read them.
+    ``counts``: choices of each expert per 4 rows, if a kernel chose; other kernels read them.
     ``over``: 1 where an all-to-all had no room for all rows, so that they were gathered; else 0, or None.
     """
 

@@ -224,8 +224,9 @@ def bf16_of_bits(bits: UInt16[Array, "*b"]) -> Float[Array, "*b"]:
 def e4m3_of_bits(bits: Int8[Array, "*b"]) -> Float[Array, "*b"]:
     """e4m3 over ``E4M3_UNIT`` as float32; NaN apart, which a checkpoint may not have.
 
-    A float16 with the same sign, exponent and mantissa is smaller by that factor, also if subnormal. The
-    product moves the bits up by 7, and the sign to two places. (A shift would test its width each time.)
+    A float16 with the same sign, exponent and mantissa is smaller by that factor, also if subnormal. A
+    product with 128 moves the bits up by 7 and leaves the sign in bits 14 and 15; the mask clears bit
+    14. (A shift would test its width each time.)
     """
     half = (bits.astype(jnp.int16) * 128) & jnp.int16(-0x4001)
     return jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)

@@ -1,7 +1,8 @@
 """Mesh axes ``data`` and ``model``, and arrays split over them by ``spec.RULES``.
 
 Slots and pages are split over ``data``; heads, MLP width and vocabulary over ``model``; experts over both.
-Without a mesh every function here is the identity, so that one code path serves one device and many.
+Without a mesh `constrain` and `sharded` change nothing, and every dimension has one part, so that one code
+path serves one device and many.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.planning.table import Plan, Row
@@ -10,7 +10,7 @@ from mtp_jax.planning.table import Plan, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b")
+COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b")
 
 
 def draw(plan: Plan, title: str, path: Path) -> None:
@@ -18,19 +18,12 @@ def draw(plan: Plan, title: str, path: Path) -> None:
 
     Raises ConfigError without matplotlib.
     """
-    try:
-        import matplotlib  # imported here: slow
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "the picture needs matplotlib: pip install matplotlib; or leave --output out"
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = load_pyplot()
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axis = pyplot.subplots(figsize=(9, 6), layout="constrained")
     depths = dict.fromkeys(row.deployment.depth for row in plan.rows)
-    for depth, colour in zip(depths, _COLOURS, strict=False):
+    for depth, colour in zip(depths, COLOURS, strict=False):
         name = f"MTP, depth {depth}" if depth else "without MTP"
         _shade(axis, [row for row in plan.rows if row.deployment.depth == depth], colour, name)
     axis.set(
@@ -48,6 +41,20 @@ def draw(plan: Plan, title: str, path: Path) -> None:
     axis.legend(title="usual to lean software; at points, requests", fontsize="small")
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
+
+
+def load_pyplot() -> Any:
+    """The module ``matplotlib.pyplot``, which draws into files. Raises ConfigError where there is none."""
+    try:
+        import matplotlib  # imported here: slow
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the picture needs matplotlib: pip install matplotlib; or leave --output out"
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _shade(axis: "Axes", rows: Sequence[Row], colour: str, name: str) -> None:

@@ -6,29 +6,30 @@ from mtp_jax.planning.fit import LEAN, PREFILL, USUAL
 from mtp_jax.planning.weights import trunk
 
 
-def prompt_tokens_per_second(d: Deployment) -> tuple[float, float]:
-    """Rates of one GPU with usual and with lean software, for prompts of ``context`` tokens.
+def prompt_tokens_per_second(d: Deployment, seen: float | None = None) -> tuple[float, float]:
+    """Rates of one GPU with usual and with lean software.
 
-    Products with the weights that a token uses, and causal attention with expanded keys and values.
+    Products with the weights that a token uses, and causal attention with expanded keys and values. seen:
+    mean number of tokens that a token attends to; None: half of ``context``, the mean of a whole prompt.
     """
+    seen = d.context / 2 if seen is None else seen
     c, peak, attending = d.cfg, d.gpu.peak, 0.0
     experts, narrow, half = 0, 0, 0
     for number, b in enumerate(trunk(c)):
         experts += b.expert * c.num_experts_per_tok if b.experts else 0
         narrow += sum(w.narrow for w in b.parts)
         half += sum(w.half + w.single for w in b.parts)
-        attending += _attention_flops(c, number, d.context)
+        attending += _attention_flops(c, number, seen)
     seconds = 2 * experts / peak(d.storage.experts.rate) + 2 * narrow / peak(d.storage.others.rate)
     seconds += (2 * half + attending) / peak("bf16")
     return PREFILL * USUAL.products / LEAN.products / seconds, PREFILL / seconds
 
 
-def _attention_flops(c: ModelConfig, number: int, context: int) -> float:
-    """Operations of one token in the middle of the prompt, in one layer, those of an indexer included."""
-    seen = context / 2
+def _attention_flops(c: ModelConfig, number: int, seen: float) -> float:
+    """Operations of a token that attends to ``seen`` tokens, in one layer, those of an indexer included."""
     value = c.gqa.head_dim if c.gqa else c.v_head_dim
     scoring, index = 0.0, c.indexer
-    if index is not None and context > index.topk:
+    if index is not None and 2 * seen > index.topk:  # at the end of the prompt
         scoring = 2 * index.heads * index.dim * seen if c.indexes(number) else 0.0
         seen = min(seen, index.topk)
     return 2 * c.num_attention_heads * (c.qk_head_dim + value) * seen + scoring

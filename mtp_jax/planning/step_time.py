@@ -4,8 +4,12 @@ A piece takes the longer of two times, reading its bytes and computing its opera
 the peaks that a ``Fit`` names. Pieces add up. Only exchange and computing overlap, with two micro-batches.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.exchange import Sent, sums_of_group, to_experts
 from mtp_jax.planning.fit import (
@@ -90,11 +94,11 @@ def step(d: Deployment, fit: Fit) -> Step:
     times = _Times(d, fit, d.busiest / parts, d.requests / parts, q)
     seconds: dict[str, float] = dict.fromkeys(COMPUTING, 0.0)
     sent, launches = Sent(), 0
-    for number, b in enumerate(trunk(d.cfg)):
+    for number, b, alike in _kinds(d.cfg):
         for piece, value in times.block(number, b).items():
-            seconds[piece] += value * parts
-        sent += times.exchange(b) * parts
-        launches += _launches(d, number, b)
+            seconds[piece] += value * parts * alike
+        sent += times.exchange(b) * (parts * alike)
+        launches += _launches(d, number, b) * alike
     seconds["head"] = times.head() * parts
     launches = launches * parts + OF_STEP
     overlapped = fit.overlap * min(sum(seconds.values()), sent.seconds) if parts > 1 else 0.0
@@ -103,21 +107,31 @@ def step(d: Deployment, fit: Fit) -> Step:
     return Step(seconds, launches, sent.bytes)
 
 
+@cache
+def _kinds(cfg: ModelConfig) -> Sequence[tuple[int, Block, int]]:
+    """Blocks of the trunk that differ: the first of its kind, the block, and how often it occurs."""
+    kinds = [(b, cfg.indexes(number)) for number, b in enumerate(trunk(cfg))]
+    return [(kinds.index(kind), kind[0], times) for kind, times in Counter(kinds).items()]
+
+
 def drafting(d: Deployment, fit: Fit) -> float:
     """Seconds of K passes of a NextN layer over one row of each request, with the head; and of the rows that
     the window adds to the NextN cache, each of which takes the merge and the layer's keys."""
     if not d.depth:
         return 0.0
     layers, once = nextn(d.cfg), _Times(d, fit, d.busiest, d.requests, 1)
-    window = _Times(d, fit, d.busiest, d.requests, d.depth + 1)
-    specs = declared(d.cfg).nextn
-    total = window.product(Weights.of(specs[0].entries))
+    specs, total = declared(d.cfg).nextn, entries(d, fit, d.depth + 1)
     for k in range(d.depth):
         number = k % len(layers)
         b = layers[number]
         total += sum(once.block(d.cfg.num_hidden_layers + number, b).values()) + once.exchange(b).seconds
         total += once.product(Weights.of(specs[number].merging)) + once.head() + OF_DRAFT * fit.launch
     return total
+
+
+def entries(d: Deployment, fit: Fit, rows: int) -> float:
+    """Seconds of writing the NextN cache: ``rows`` rows of each request."""
+    return _Times(d, fit, d.busiest, d.requests, rows).product(Weights.of(declared(d.cfg).nextn[0].entries))
 
 
 def _launches(d: Deployment, number: int, b: Block) -> int:

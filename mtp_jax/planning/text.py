@@ -10,7 +10,7 @@ _SHOWN = 3
 
 
 def text(plan: Plan, name: str) -> str:
-    """Header, memory, a line for each number of requests and depth; name: of the model."""
+    """Header, memory, and a line per number of requests and depth. name: the model's."""
     notes = ["", *plan.notes] if plan.notes else []
     return "\n".join([*_header(plan, name), "", *_rows(plan), *notes])
 

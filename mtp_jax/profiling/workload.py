@@ -56,7 +56,8 @@ def start(
         raise ConfigError(f"--input-len {input_len}: the model's positions end at {limit}")
     decoding = 0 if phase == "prefill" else batch
     fed = steps + _SETTLE + 1 if phase in ("prefill", "mixed") else 0
-    # Slots decode already while other prompts are read, 16 tokens at a time at worst.
+    # A slot decodes as soon as its prompt is read, while other prompts are still read, in chunks of 16 tokens
+    # at worst: its output may grow by a step per chunk.
     longest = (depth + 1) * (steps + _SETTLE + decoding * -(-input_len // 16))
     engine = subject.engine(depth, decoding + (_PROMPT_SLOTS if fed else 0), input_len + max(longest, 1))
     prompts = prompts_for(subject, decoding + fed, input_len).ids

@@ -1,7 +1,9 @@
-"""A simulated device without a model, behind the same ``Runner`` as a real one.
+"""Simulated devices without a model, behind the same ``Runner`` as a real one.
 
-Tests of requests, pages, text and HTTP run on it.
+Tests of requests, pages, text and HTTP run on ``Simulated``, which has text; loads in virtual time run on
+``Counted``, which only counts.
 
-A request's prompt and options alone determine its text and the number of drafts that each step keeps.
-``tests/simulate`` compares both with the language over random histories of launches, and plants bugs.
+On ``Simulated`` a request's prompt and options alone determine its text and the number of drafts that each
+step keeps. ``tests/simulate`` compares both with the language over random histories of launches, and plants
+bugs.
 """

@@ -7,7 +7,7 @@ is right.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 
 from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import Chunk, MaskMaker, Result, SlotRow, TopLogprobs
-from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Key, Source, StepKey, cheapest
-from mtp_jax.decode.launches import DeviceRunner, Launch
+from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Source, StepKey
+from mtp_jax.decode.launches import Launch
 from mtp_jax.simulate.language import MASK, NAN, Language, mix
 from mtp_jax.simulate.memory import Memory, Slot, Violation
+from mtp_jax.simulate.no_programs import NoPrograms
 from mtp_jax.simulate.ranking import likeliest
 
 DEFERRED = 16
@@ -40,7 +41,7 @@ class Row:
     before: list[int] = field(default_factory=list)  # the hidden state that each token follows
 
 
-class Simulated(DeviceRunner):
+class Simulated(NoPrograms):
     """See ``launches.Runner``.
 
     Attributes:
@@ -68,8 +69,6 @@ class Simulated(DeviceRunner):
         self.language, self._seconds, self._margins = language, seconds, margins
         self._sizes = slots, pages, page_size, shards
         self.launched, self._busy_until = 0, 0.0
-        self._compiled: dict[Key, None] = {}
-        self._covering: dict[StepKey, StepKey | None] = {}
         self._memory = Memory(*self._sizes)
 
     @property
@@ -80,29 +79,6 @@ class Simulated(DeviceRunner):
     @property
     def _slots(self) -> dict[int, Slot]:
         return self._memory.slots
-
-    # Programs
-
-    @property
-    def keys(self) -> list[Key]:
-        """Everything compiled so far."""
-        return list(self._compiled)
-
-    def compile(self, keys: Iterable[Key], done: Callable[[int, int], None] | None = None) -> None:
-        """Take note of keys: there is nothing to compile."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
-        for i, key in enumerate(missing, start=1):
-            self._compiled = {**self._compiled, key: None}
-            self._covering = {}
-            if done:
-                done(i, len(missing))
-
-    def find(self, need: StepKey) -> StepKey | None:
-        """The cheapest compiled key for ``need``, at its depth, or None if there is none."""
-        covering = self._covering
-        if need not in covering:
-            covering[need] = cheapest(self._compiled, need)
-        return covering[need]
 
     # Launches
 
@@ -200,11 +176,11 @@ class Simulated(DeviceRunner):
 
     def _ends(self) -> float:
         """The time at which a step that is launched now ends: it begins when the step before it has ended."""
-        self._busy_until = max(self._busy_until, time.perf_counter()) + self._seconds
+        self._busy_until = max(self._busy_until, self.clock()) + self._seconds
         return self._busy_until
 
     def _arrived(self, at: float, result: Result) -> Result:
-        if self._seconds and (left := at - time.perf_counter()) > 0:
+        if self._seconds and (left := at - self.clock()) > 0:
             time.sleep(left)
         return result
 

@@ -60,7 +60,8 @@ class HostTier:
     def __init__(self, store: MemoryStore, runner: Runner) -> None:
         self.store, self._runner = store, runner
         self.restored = self.lost = self.flushes = 0
-        self._evicted: dict[bytes, tuple[int, int]] = {}  # digests of pages to be read: data shard, page
+        # Data shard and page of each evicted page that is not read yet, by digest.
+        self._evicted: dict[bytes, tuple[int, int]] = {}
         self._arriving: dict[bytes, Future[None]] = {}
         self._flights: deque[tuple[Future[None], Sequence[bytes]]] = deque()
         self._thread = ThreadPoolExecutor(1, "pages")  # one thread, so that pages are filed in order

@@ -72,7 +72,7 @@ class Given:
     @property
     def drafts(self) -> int:
         """Drafts of a step of the engine."""
-        return self.model.num_speculative_tokens
+        return self.model.drafts
 
 
 def tune(given: Given, open_llm: Callable[[Path | None], LLM], report: Phases) -> JsonObject:

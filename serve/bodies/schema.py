@@ -223,7 +223,7 @@ class CompletionBody(CallBody):
             raise ValueError("return_token_origins: not allowed with echo; leave one of them out")
         most = self.logprobs if self.echo else self.prompt_logprobs
         if most is not None:
-            # A text has hardly more tokens than characters.
+            # The number of characters stands for the number of tokens, which is hardly ever larger.
             scores = sum(map(len, self.prompts)) * (self.n or 1) * (most + 1)
             if scores > MOST_SCORES:
                 field = "logprobs: with echo" if self.echo else "prompt_logprobs:"

@@ -45,7 +45,7 @@ class RayOptions:
         kind=int,
         low=0,
         high=1024,
-        unset="the mesh's part where the cluster has any, else none",
+        unset="the mesh's devices over the engine's hosts, rounded up; 0 where the cluster has no GPU",
         metavar="N",
     )
     routing: Routing = option(

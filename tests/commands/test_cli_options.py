@@ -38,6 +38,7 @@ GIVEN = {
     "peers": ("h:1,g:2", ("h:1", "g:2")),
     "allowed_token_ids": ("3,4", (3, 4)),
     "bad_words": ("h", ("h",)),
+    "tree": ("4x3x12", "4x3x12"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Trees of an independent implementation, verified by a step: masks, tokens behind every node, the path."""
+"""Trees of an independent implementation: grown from its weights; verified, with masks and paths."""
 
 import functools
 from collections.abc import Callable
@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.checkpoint import load
+from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.decode import step
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.grow import Candidates
 from mtp_jax.decode.drafter.protocol import Drafts
-from mtp_jax.decode.keys import ACCEPTED, COUNT, SamplingMode, StepKey
+from mtp_jax.decode.keys import ACCEPTED, COUNT, SamplingMode, StepKey, TreeShape
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import Step, _windows, accept_drafts
@@ -54,9 +55,9 @@ def programs(cfg: ModelConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 @functools.cache
-def reader(variant: str) -> Callable[[Drafts], Found]:
-    """Verifies drafts that follow the prompt and its first token, in every slot."""
-    loaded, want = load(model_dir(variant), dtype="float32"), expected(variant)
+def begun(variant: str) -> tuple[Loaded, State]:
+    """The model, and the state after the prompt and its first token, in every slot."""
+    loaded, want = load(model_dir(variant), model_dir(variant, "draft"), dtype="float32"), expected(variant)
     cfg, row, many = loaded.config, np.arange(ROWS, dtype=np.int32), jnp.full(ROWS, 99)
     empty = empty_state(abstract_state(Model(cfg), build(cfg), StateShape(ROWS, ROWS, PAGE, 1)))
     greedy = replace(neutral_state(ROWS, cfg.vocab_size), temperature=jnp.zeros(ROWS))
@@ -70,16 +71,28 @@ def reader(variant: str) -> Callable[[Drafts], Found]:
     masks = np.full((ROWS, -(-cfg.vocab_size // 32)), 2**32 - 1, np.uint32)
     count = np.full(ROWS, PROMPT, np.int32)
     chunk = Chunk(row, row * 0, count, row >= 0, tokens, unknown, unknown[:, 0], masks)
-    prefill, judged = programs(cfg)
+    prefill, _ = programs(cfg)
     state, first = prefill(loaded.params, empty.replace(slots=slots), chunk)
     assert (np.asarray(first.packed)[:, 0] == want["greedy_ids"][0]).all()
-    return lambda drafts: jax.tree.map(np.asarray, judged(loaded.params, state, drafts))
+    return loaded, state
+
+
+def verified(variant: str, drafts: Drafts) -> Found:
+    loaded, state = begun(variant)
+    _, judged = programs(loaded.config)
+    return jax.tree.map(np.asarray, judged(loaded.params, state, drafts))
 
 
 def golden_trees(variant: str) -> list[dict[str, np.ndarray]]:
     want = expected(variant, "trees")
-    names = sorted({key.rpartition(".")[0] for key in want})
-    return [{key.rpartition(".")[2]: a for key, a in want.items() if key.startswith(f"{n}.")} for n in names]
+    return [
+        {key.rpartition(".")[2]: a for key, a in want.items() if key.startswith(f"{n}.")}
+        for n in names(variant)
+    ]
+
+
+def names(variant: str) -> list[str]:
+    return sorted({key.rpartition(".")[0] for key in expected(variant, "trees")})
 
 
 def drafts_of(trees: list[dict[str, np.ndarray]]) -> Drafts:
@@ -94,9 +107,36 @@ def drafts_of(trees: list[dict[str, np.ndarray]]) -> Drafts:
 
 
 @pytest.mark.parametrize("variant", EAGLES)
+def test_trees_are_grown(variant, monkeypatch):
+    loaded, state = begun(variant)
+    found, best = [], Candidates.best
+
+    def recorded(self: Candidates, nodes: int, count: jax.Array) -> Any:
+        found.append(self)
+        return best(self, nodes, count)
+
+    monkeypatch.setattr(Candidates, "best", recorded)
+    for name, want in zip(names(variant), golden_trees(variant), strict=True):
+        topk, steps, nodes = (int(part[1:]) for part in name.split(".")[1].split("_"))
+        shape = TreeShape(topk, steps, nodes - 1)
+        model, drafter = Model(loaded.config, xla_cpu(experts="dense")), build(loaded.config, tree=shape)
+        step = Step(model, drafter, StepKey(ROWS, shape.nodes, 1, SamplingMode()))
+
+        def drafted(params: Any, state: State, step: Step = step) -> Any:
+            return step.draft(params, state, None)[1], found[-1]
+
+        drafts, every = jax.tree.map(np.asarray, jax.jit(drafted)(loaded.params, state))
+        for row in range(ROWS):
+            np.testing.assert_array_equal(drafts.tokens[row], want["tokens"][1:])
+            np.testing.assert_array_equal(drafts.parents[row], want["parents"][1:])
+            np.testing.assert_array_equal(every.tokens[row], want["candidate_tokens"])
+            np.testing.assert_allclose(every.scores[row], want["candidate_scores"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", EAGLES)
 def test_trees_are_verified(variant):
     trees = golden_trees(variant)
-    packed, verdict, logits, mask = reader(variant)(drafts_of(trees))
+    packed, verdict, logits, mask = verified(variant, drafts_of(trees))
     depths = []
     for row, want in enumerate(trees):
         n, accepted = len(want["tokens"]), len(want["accept_index"])
@@ -116,7 +156,7 @@ def test_a_mask_of_other_ancestors_would_show():
     trees = golden_trees("eagle3")
     for own in trees:
         own["parents"] = np.arange(len(own["parents"])) - 1
-    *_, logits, _ = reader("eagle3")(drafts_of(trees))
+    *_, logits, _ = verified("eagle3", drafts_of(trees))
     for row, want in enumerate(trees):
         n = len(want["tokens"])
         assert np.abs(logits[row, :n] - want["target_logits"]).max() > 1

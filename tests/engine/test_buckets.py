@@ -1,5 +1,6 @@
 """Whatever is served together, prepared executables cover every launch, and each writes inside its pages."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.keys import SamplingMode, StepKey, cheapest
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request
@@ -122,6 +123,19 @@ def test_a_default_server_compiles_few_programs(any_depth, most):
     first, rest = Buckets(DEFAULT, 1, any_depth).server(structured=True)
     assert keys == first + rest
     assert len(first) < len(rest)
+
+
+@pytest.mark.parametrize(("any_depth", "most"), [(False, 40), (True, 10)])
+def test_a_server_of_trees_has_chains(any_depth, most):
+    """A step of no more drafts than a tree has steps is a chain, more drafts are a tree."""
+    config = replace(DEFAULT, tree="4x3x12", num_speculative_tokens=12, verifier="coupled")
+    keys: list[Any] = all_keys(Buckets(config, 1, any_depth))
+    assert len(keys) <= most
+    for slots, depth in itertools.product((1, 8), (1, 3, 12)):
+        need = StepKey(slots, depth, 1, SamplingMode("sampled", "coupled"))
+        found = cheapest(keys, need)
+        assert found is not None
+        assert (found.room > 3) == (depth > 3)
 
 
 @pytest.mark.parametrize("any_depth", [False, True])

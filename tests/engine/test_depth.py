@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from mtp_jax.api.local import local_engine
-from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.keys import SamplingMode, StepKey, TreeShape
 from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, Yield, adaptive_depths
 from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
@@ -123,6 +123,39 @@ def told(
 )
 def test_adaptive_depths(most, depths):
     assert adaptive_depths(most) == depths
+
+
+@pytest.mark.parametrize(
+    ("most", "depths"), [(12, (0, 1, 3, 12)), (4, (0, 1, 3, 4)), (3, (0, 1, 3)), (2, (0, 1, 2)), (0, (0,))]
+)
+def test_between_chains_and_a_tree_there_is_nothing(most, depths):
+    assert adaptive_depths(most, 3) == depths
+
+
+@pytest.mark.parametrize(("seconds", "depth"), [(1.5, 12), (2.2, 3)])
+def test_a_tree_is_chosen_where_it_pays(seconds, depth):
+    """It makes 3 tokens, a chain 2.3: where its rows read more experts, a step takes too long for that."""
+    costs, most = {0: 1.0, 3: 1.4, 12: seconds}, 12
+    controller = DepthController(most, DepthPolicy(budget=0), TreeShape(4, 3, most))
+    keys = [key(d) for d in costs]
+    for depths in costs:
+        for i in range(900):
+            kept = {0: 0, 3: (0, 1, 3)[i % 3], 12: (1, 2, 3)[i % 3]}[depths]
+            controller.learn(key(depths), costs[depths], [most], [(depths, kept, kept + 1)])
+    assert controller.choose(keys, [most]).depth == depth
+
+
+def test_trees_that_have_not_run_count_as_chains():
+    found = Yield(12, DepthPolicy(), 3)
+    assert (
+        found.tokens(key(12), {12: 1})
+        == found.tokens(key(3), {12: 1})
+        == pytest.approx(1 + 0.7 + 0.49 + 0.343)
+    )
+    for _ in range(3000):
+        found.add((12, 12), [12], [(12, 2, 3)])
+    assert found.tokens(key(12), {12: 1}) == pytest.approx(3, abs=0.01)
+    assert found.tokens(key(3), {12: 1}) == pytest.approx(1 + 0.7 + 0.49 + 0.343, abs=0.01)
 
 
 def test_rows_count_with_the_depth_they_ask_for():

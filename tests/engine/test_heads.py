@@ -13,6 +13,7 @@ import pytest
 
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.decode.keys import TreeShape
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -45,6 +46,11 @@ def engine_of(variant: str, **config: Any) -> Engine:
     """Pages and chunks of 16 tokens: prompts of the oracle, of 32, take two of either."""
     found = loaded(variant)
     return make_engine(found.params, found.config, **{"num_speculative_tokens": depths(variant)[0], **config})
+
+
+def tree_engine(variant: str, tree: str, **config: Any) -> Engine:
+    nodes = TreeShape.of(tree).nodes
+    return engine_of(variant, tree=tree, num_speculative_tokens=nodes, verifier="coupled", **config)
 
 
 def job(variant: str, depth: int, tokens: int = 32) -> tuple[list[int], SamplingParams]:
@@ -103,6 +109,43 @@ def test_pages_that_steps_without_drafts_left_draft_as_well(variant: str):
     assert kept([hit]) > 0
 
 
+@pytest.mark.parametrize(
+    "variant", [v if v == "eagle3" else pytest.param(v, marks=pytest.mark.slow) for v in EAGLES]
+)
+@pytest.mark.parametrize(("tree", "name"), [("3x3x7", "t3_s3_n8"), ("4x4x11", "t4_s4_n12")])
+def test_trees_text_and_acceptance_are_the_oracles(variant: str, tree: str, name: str):
+    """From chunks and from cached pages, over which the drafter's own rows run on; chains accept less."""
+    engine, want = tree_engine(variant, tree, max_num_seqs=1), expected(variant, "trees")
+    prompt, params = job(variant, engine.config.num_speculative_tokens)
+    for cached in (0, 16):
+        (request,) = serve(engine, [(prompt, params)], exactly=True)
+        assert request.progress.cached_tokens == cached
+        assert request.progress.output == want[f"tree.{name}.loop_ids"].tolist()
+        assert accepted(request) == want[f"tree.{name}.loop_accept"].tolist()
+    steps = [len(expected(variant)[f"spec_accept.{n}"]) for n in depths(variant)]
+    assert len(accepted(request)) <= min(steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", EAGLES)
+@pytest.mark.parametrize(
+    "config", [{}, {"suffix_drafts": True}, {"kv_cache_dtype": "fp8"}, {"num_pages": 8}], ids=repr
+)
+def test_trees_change_no_text(variant: str, config: dict[str, Any]):
+    """Greedy rows and rows that draw, in crowds; chains and nothing by request, in the same steps."""
+    engine = tree_engine(variant, "3x3x9", **config)
+    jobs = [(prompt, replace(p, max_tokens=40)) for prompt, p in crowd(variant, 14)]
+    jobs += [(prompt, replace(p, temperature=0.7, seed=3, repetition_penalty=1.1)) for prompt, p in jobs]
+    asked = [
+        [(p, replace(o, num_speculative_tokens=n)) for (p, o), n in zip(jobs, each, strict=True)]
+        for each in ([9, 9, 2, 9] * 2, [0] * 8)
+    ]
+    drafted, plain = (serve(engine, each) for each in asked)
+    assert [r.progress.output for r in drafted] == [r.progress.output for r in plain]
+    assert kept(drafted) > 20
+    assert (engine.stats().preemptions > 0) == ("num_pages" in config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", HEADS)
 def test_preemption_changes_nothing(variant: str):
@@ -122,6 +165,18 @@ def test_a_mesh_changes_nothing(variant: str):
     engine = make_engine(params, found.config, mesh, num_speculative_tokens=depths(variant)[0])
     requests = serve(engine, crowd(variant, 26))
     assert told(requests) == told(serve(engine_of(variant), crowd(variant, 26)))
+    assert kept(requests) > 10
+
+
+@pytest.mark.slow
+def test_a_mesh_changes_no_trees():
+    variant, mesh = "eagle3", make_mesh(2, 2)
+    found = loaded(variant)
+    params, config = on_mesh(found.params, mesh, found.config), tree_engine(variant, "3x3x7").config
+    sizes = {name: getattr(config, name) for name in ("tree", "num_speculative_tokens", "verifier")}
+    jobs = [(prompt, replace(p, num_speculative_tokens=7)) for prompt, p in crowd(variant, 26)]
+    requests = serve(make_engine(params, found.config, mesh, **sizes), jobs)
+    assert told(requests) == told(serve(tree_engine(variant, "3x3x7"), jobs))
     assert kept(requests) > 10
 
 

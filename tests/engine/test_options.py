@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 
 from mtp_jax.api.options import LLMOptions
-from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Speculation
+from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.options import declared
 from tests import golden
-from tests.models import engine_config, make_engine
+from tests.models import TINY, engine_config, make_engine
 
 NAN, INF = float("nan"), float("inf")
 
@@ -119,6 +120,42 @@ def test_engine_config(name, wrong, allowed):
         assert allowed in message
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens = 5, but tree = '4x3x12' has 12 drafts"),
+        ({"verifier": "block"}, "verifier = 'block' verifies chains"),
+        ({"synthetic_acceptance": 2.5}, "synthetic_acceptance is for chains"),
+        ({"adaptive_verification": True}, "adaptive_verification is for chains"),
+        ({"tree": "4by3"}, "expected TOPKxSTEPSxNODES"),
+    ],
+)
+def test_trees_and_other_options(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(**{"tree": "4x3x12", **given})
+
+
+def test_a_tree_says_the_number_of_drafts_and_their_verifier():
+    found = LLMOptions("model", tree="4x4x11").engine(TINY, on_cpu=True)
+    assert (found.num_speculative_tokens, found.verifier) == (11, "coupled")
+    # The drafter itself writes 12 rows, a chain of 4 drafts writes 4.
+    assert [found.pages_for_step(52, depth, 200) for depth in (11, 4)] == [1, 1]
+    assert [found.pages_for_step(53, depth, 200) for depth in (11, 4)] == [2, 1]
+    assert found.without_drafts().tree is None
+
+
+@pytest.mark.parametrize(
+    ("cfg", "own"),
+    [(TINY.with_nextn(()), "no NextN layers"), (TINY.with_nextn((False, True)), "2 NextN layers")],
+)
+def test_drafters_that_grow_no_trees(cfg: ModelConfig, own: str):
+    config = engine_config(tree="2x2x3", num_speculative_tokens=3, verifier="coupled", suffix_drafts=True)
+    with pytest.raises(
+        ConfigError, match=f"tree = '2x2x3' is grown by one NextN layer.* with {own}; leave it"
+    ):
+        check_config(cfg, config, 1)
+
+
 @pytest.mark.parametrize("pages", [0, -3, 1.5, "9"])
 def test_num_pages(pages):
     with pytest.raises(ConfigError, match=f"num_pages = {pages!r}"):
@@ -151,18 +188,14 @@ def test_speculation_adds_up():
 
 def test_a_request_knows_its_times():
     r = Request(0, (1,), SamplingParams(), 0, 4, 3, 5)
-    r.progress.emit([])
+    r.progress.emit([], 1.0)
     assert r.progress.first_token_at is None
-    r.progress.emit([4])
-    first = r.progress.first_token_at
-    assert first is not None
-    assert first >= r.progress.arrived
-    r.progress.emit([5])
-    assert r.progress.first_token_at == first
-    r.progress.end("stop")
+    r.progress.emit([4], 2.0)
+    r.progress.emit([5], 3.0)
+    assert (r.progress.first_token_at, r.progress.last_token_at) == (2, 3)
+    r.progress.end("stop", 4.0)
     assert (r.status, r.progress.finish_reason, r.progress.output) == (Status.FINISHED, "stop", [4, 5])
-    assert r.progress.finished_at is not None
-    assert r.progress.finished_at >= first
+    assert r.progress.finished_at == 4
 
 
 @pytest.mark.parametrize(

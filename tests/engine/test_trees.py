@@ -85,11 +85,12 @@ class Forked(Recursive):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behind_matches", [False, True])
-def test_texts_are_those_of_depth_0(grammars, monkeypatch, behind_matches):
+@pytest.mark.parametrize("kind", ["forked", "behind matches", "grown"])
+def test_texts_are_those_of_depth_0(grammars, monkeypatch, kind):
     """Greedy rows, rows that draw, under penalties and grammars; again after a prefix hit."""
     forked = Forked(NextNLayers(CFG))
-    monkeypatch.setattr(runner, "build", lambda *_: Suffix(forked) if behind_matches else forked)
+    if kind != "grown":
+        monkeypatch.setattr(runner, "build", lambda *_: forked if kind == "forked" else Suffix(forked))
     greedy = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True)
     drawn = replace(greedy, temperature=0.8, seed=5, repetition_penalty=1.2, min_tokens=9)
     shaped = [
@@ -101,6 +102,7 @@ def test_texts_are_those_of_depth_0(grammars, monkeypatch, behind_matches):
 
     def engine(depth: int) -> Engine:
         config = engine_config(max_model_len=248, num_speculative_tokens=depth, verifier="coupled")
+        config = replace(config, tree="2x3x6" if depth and kind == "grown" else None)
         return Engine(CFG, config, make_runner(CFG, params(), config), grammars)
 
     trees = engine(6)

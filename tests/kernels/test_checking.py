@@ -178,7 +178,7 @@ SERIALISED = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async i
 def compiled(folder, ptxas=PTXAS):
     (folder / "kernel_0.ptxas").write_text(ptxas)
     (folder / "kernel_0.sass_ctrl").write_text(
-        "HGMMA.64x64x16.F32.BF16 R24\nHGMMA.64x256x16 R24\nUTMALDG R1\n"
+        "/*0000*/ HGMMA.64x64x16.F32.BF16 R24\n/*0010*/ HGMMA.64x256x16 R24\n/*0020*/ UTMALDG R1\n"
     )
     (folder / "kernel_0.resources.txt").write_text("Resources(smem_scratch_bytes=226304, tmem=0)")
     return report.kernels(folder)
@@ -186,9 +186,27 @@ def compiled(folder, ptxas=PTXAS):
 
 def test_report_reads_what_the_compiler_says(tmp_path):
     (kernel,) = compiled(tmp_path)
-    assert kernel == report.Kernel("kernel_0", 168, 436, 226304, Counter(HGMMA=2), serialised=False)
+    assert kernel == report.Kernel("kernel_0", 168, 436, 226304, Counter(HGMMA=2), False, 3)
     (kernel,) = compiled(tmp_path, SERIALISED + PTXAS)
     assert kernel.serialised
+
+
+FORWARD = (
+    "-:-:-:-:02  /*0000*/  @P0 BRA `(.L_x_1)",
+    "0:-:-:Y:05  /*0010*/  IADD3 R1, R1, 0x1, RZ",
+    ".L_x_1:",
+    "-:-:-:-:05  /*0020*/  EXIT",
+    ".L_x_0:",
+    "-:-:-:-:00  /*0030*/  BRA `(.L_x_0)",
+    "-:-:-:-:00  /*0040*/  NOP",
+)
+
+
+def test_a_path_is_counted_where_code_only_goes_forward():
+    assert report._path("\n".join(FORWARD)) == 3
+    loop = (".L_x_2:", *FORWARD[1:2], "/*0050*/ @P1 BRA `(.L_x_2)")
+    assert report._path("\n".join(loop)) is None
+    assert report._path("/*0000*/ CALL.REL.NOINC `(.L_x_9)") is None
 
 
 def test_a_log_of_another_form_is_an_error(tmp_path):
@@ -225,4 +243,7 @@ def test_budgets_are_held(tmp_path):
         "1.0 MiB of temporary memory",
         "3 launches",
     ]
+    assert list(budget.Budget(436, (), 1.0, 3, path=3).faults(compiled(tmp_path), 1.0, 3)) == []
+    (fault,) = budget.Budget(436, (), 1.0, 3, path=2).faults(compiled(tmp_path), 1.0, 3)
+    assert fault == "3 instructions on a path, at most 2"
     assert next(iter(limits.faults((), 0.0, 0))) == "no Mosaic GPU kernel was compiled"

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.checking.registry import cases
+from kernels_pallas.mosaic import ordered
+from kernels_pallas.router import mosaic_gpu as router
 from kernels_pallas.top_k import api, mosaic_gpu, reference
 from kernels_pallas.top_k.cases import case, shapes
 from tests.kernels.interpreter import interpret, notices, without
@@ -52,9 +54,10 @@ def test_bits_become_numbers_in_order(share):
 
 def test_integers_are_in_the_order_of_floats():
     rising = np.array([-np.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 1.5, 3e38, np.inf], np.float32)
-    numbers = np.asarray(mosaic_gpu._ordered(jnp.asarray(rising)))
+    numbers = np.asarray(ordered(jnp.asarray(rising)))
     assert (np.diff(numbers.astype(np.int64)) > 0).all()
     assert numbers[0] + 1 == mosaic_gpu._LEAST
+    assert numbers[0] == router._DROPPED > router._TAKEN
     x = jnp.asarray(np.random.default_rng(0).integers(-(2**31), 2**31, 200), jnp.int32)
     np.testing.assert_array_equal(mosaic_gpu._set_bits(x), jax.lax.population_count(x))
 

@@ -17,14 +17,16 @@ from tests import golden
 from tests.planning.releases import RELEASES, write
 
 DOCS = (Path(__file__).parent.parent.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+(LOAD,) = re.findall(r"^```jsonl\n(.*?)```$", DOCS, re.MULTILINE | re.DOTALL)
 EXAMPLES = re.findall(r"^```\n\$ mtp-jax (plan.*)\n((?:.*\n)*?)```$", DOCS, re.MULTILINE)
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """A working directory with a folder for each release."""
+    """A working directory with a folder for each release, and a load."""
     for name in RELEASES:
         write(tmp_path, name)
+    (tmp_path / "load.jsonl").write_text(LOAD)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -48,7 +50,7 @@ def test_the_documentation_shows_what_is_printed(plan, command, shown):
 
 
 def test_the_documentation_has_examples_of_each_kind():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     assert ["--check" in c for c, _ in EXAMPLES].count(True) == 1
     assert [s.startswith("error: 8 x H100: needs ") for _, s in EXAMPLES].count(True) == 1
 
@@ -188,11 +190,36 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("list.json", "list.json holds a JSON list; expected an object"),
         ("llama.json", "model_type 'llama' is not supported"),
         ("", "name a model's directory or its config.json, or deepseek-v3 or"),
+        ("--check --load load.jsonl", "--check compares DeepSeek-V3 with published speeds; leave out --load"),
+        ("DeepSeek-V3 --max-num-seqs 8", "--max-num-seqs has no effect without --load FILE; give both or"),
+        ("DeepSeek-V3 --seed 1", "--seed has no effect without --load FILE"),
+        ("DeepSeek-V3 --fixed-depth", "--fixed-depth has no effect without --load FILE"),
+        ("DeepSeek-V3 --load load.jsonl --depths 3", "--depths has no effect with --load"),
+        ("DeepSeek-V3 --load load.jsonl --context 9", "--context has no effect with --load"),
+        ("DeepSeek-V3 --load nothing", "--load nothing cannot be read"),
+        ("DeepSeek-V3 --load empty.jsonl", "empty.jsonl has no arrivals"),
+        ("DeepSeek-V3 --load bad.jsonl", "bad.jsonl, line 7: arrival = -1; expected a number of 0 or more"),
+        (
+            "DeepSeek-V3 --load load.jsonl --max-model-len 4096",
+            "line 3 of the load: the prompt has 6,000 tokens, a request at most 4,096; raise --max-model-len",
+        ),
+        (
+            "DeepSeek-V3 --load load.jsonl --max-num-seqs 9",
+            "max_num_seqs = 9 does not divide over a data axis",
+        ),
+        ("DeepSeek-V3 --load load.jsonl --max-num-seqs 0", "--max-num-seqs 0; expected an integer from 1 to"),
+        ("DeepSeek-V3 --load load.jsonl --seed -1", "--seed -1; expected an integer from 0 to"),
+        ("DeepSeek-V3 --load load.jsonl --num-speculative-tokens 9", "depth = 9; expected 0 to 8 drafts"),
+        ("DeepSeek-V3 --load load.jsonl --gpu h100", "with drafts 8 x H100: needs "),
+        ("Kimi-K2-Thinking --load load.jsonl --num-speculative-tokens 1", "num_speculative_tokens = 1, but "),
+        ("DeepSeek-V3 --accept-rates glm", "'glm' is not a list of numbers from 0 to 1"),
         ("--check DeepSeek-V3", "--check compares DeepSeek-V3 with published speeds; leave out DeepSeek-V3"),
     ],
 )
 def test_errors_are_one_line(plan, models, argv, error):
     (models / "list.json").write_text("[1]")
+    (models / "empty.jsonl").write_text("\n")
+    (models / "bad.jsonl").write_text(f'{LOAD}{{"arrival": -1, "prompt_tokens": 1, "output_tokens": 1}}')
     (models / "llama.json").write_text('{"model_type": "llama"}')
     told = plan(*argv.split())
     assert told.startswith("error: ")
@@ -200,12 +227,18 @@ def test_errors_are_one_line(plan, models, argv, error):
     assert told.count("\n") == 1
 
 
-def test_the_picture_has_a_band_for_each_depth(plan, models, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are drawn."""
     from matplotlib.figure import Figure
 
-    drawn: list[Figure] = []
+    figures: list[Figure] = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    return figures
+
+
+def test_the_picture_has_a_band_for_each_depth(plan, models, drawn):
     plan("DeepSeek-V3", "--output", "out.png", "--depths", "0,3", "--requests", "8,64,512")
     assert (models / "out.png").read_bytes().startswith(b"\x89PNG")
     (axis,) = drawn[0].axes
@@ -215,14 +248,68 @@ def test_the_picture_has_a_band_for_each_depth(plan, models, monkeypatch):
     assert all(np.shape(line.get_xydata()) == (3, 2) for line in axis.get_lines())
 
 
+OF_LOAD = ("DeepSeek-V3", "--load", "load.jsonl", "--mesh", "1x8", "--prefill-chunk", "4096")
+
+
+def test_a_load_in_json_has_the_figures_of_the_text(plan):
+    argv = *OF_LOAD, "--price", "2.5"
+    found, shown = json.loads(plan(*argv, "--json")), plan(*argv)
+    on, off = found["runs"]
+    assert (on["run"], off["run"]) == ("with MTP, 0 to 3 drafts", "without MTP")
+    for run in (on, off):
+        times = run["whole_answer_seconds"]
+        assert times["50"] <= times["90"] <= times["99"]
+        assert run["requests_served"] == 6
+        assert run["tokens_per_second_per_gpu"] == pytest.approx(run["tokens_per_second"] / 8)
+        assert run["dollars_per_million_tokens"] == pytest.approx(
+            2.5 / 3600 * 8 / run["tokens_per_second"] * 1e6
+        )
+        assert f"{times['99']:10.3f}" in shown
+        assert f"{run['tokens_per_second']:,.1f}" in shown
+    assert on["tokens_per_second"] > 1.3 * off["tokens_per_second"]
+    assert off["tokens_per_step"] == 1 < on["tokens_per_step"]
+
+
+def test_a_load_depends_on_its_seed_and_its_software(plan):
+    one, again, other = (plan(*OF_LOAD, "--seed", seed) for seed in ("0", "0", "1"))
+    assert one == again != other
+    usual, lean = (
+        json.loads(plan(*OF_LOAD, "--json", "--software", software, "--num-speculative-tokens", "0"))["runs"]
+        for software in ("usual", "lean")
+    )
+    assert len(usual) == len(lean) == 1
+    assert usual[0]["seconds"] > lean[0]["seconds"]
+
+
+def test_a_load_for_a_model_without_nextn_layers_has_one_run(plan):
+    found = json.loads(plan("Kimi-K2-Thinking", "--gpus", "16", "--load", "load.jsonl", "--json"))
+    assert [run["run"] for run in found["runs"]] == ["without MTP"]
+
+
+def test_acceptance_may_have_a_name(plan):
+    argv = ("DeepSeek-V3", "--requests", "8", "--depths", "3", "--json", "--accept-rates")
+    assert json.loads(plan(*argv, "glm-5.2"))["rows"][0]["tokens_per_step"] == pytest.approx(2.99)
+
+
+def test_the_picture_of_a_load_has_a_line_for_each_run(plan, models, drawn):
+    plan(*OF_LOAD, "--output", "out.png")
+    assert (models / "out.png").read_bytes().startswith(b"\x89PNG")
+    labels = ["with MTP, 0 to 3 drafts", "without MTP"]
+    for axis in drawn[0].axes:
+        assert [line.get_label() for line in axis.get_lines()] == labels
+        assert all(line.get_ydata()[-1] == 1 for line in axis.get_lines())
+    assert len(drawn[0].axes) == 4
+
+
 def test_without_matplotlib_the_picture_says_what_to_install(plan, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install matplotlib; or leave --output out" in plan("DeepSeek-V3", "--output", "out.png")
 
 
-def test_it_starts_without_jax(models):
+@pytest.mark.parametrize("more", [(), ("--load", "load.jsonl")])
+def test_it_starts_without_jax(models, more):
     code = "import sys; sys.modules['jax'] = None; from mtp_jax.commands import cli; sys.exit(cli.main())"
-    command = [sys.executable, "-c", code, "plan", "DeepSeek-V3"]
+    command = [sys.executable, "-c", code, "plan", "DeepSeek-V3", *more]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -56,7 +56,7 @@ def test_a_language_needs_words_and_probabilities():
 
 def test_a_step_takes_its_time_after_the_one_before_it(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Simulated, "clock", staticmethod(lambda: now[0]))
     monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     device = Simulated(SAY, slots=1, pages=4, page_size=4, seconds=0.25)
     key = StepKey(1, 0, 1, SamplingMode())

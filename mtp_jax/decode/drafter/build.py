@@ -5,6 +5,7 @@ from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.suffix import Suffix
+from mtp_jax.decode.keys import TreeShape
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.eagle3 import Eagle3Head
@@ -12,13 +13,16 @@ from mtp_jax.model.head_config import BlockConfig, Eagle3Config
 from mtp_jax.model.nextn import NextNLayers
 
 
-def build(cfg: ModelConfig, suffix: bool = False) -> Drafter:
-    """The model's drafter: its head, its NextN layers, or none. suffix: put ``Suffix`` in front of it."""
+def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None) -> Drafter:
+    """The model's drafter: its head, its NextN layers, or none.
+
+    suffix: put ``Suffix`` in front of it. tree: trees that it grows; None: chains.
+    """
     own: Drafter = Nothing(cfg.vocab_size)
     if isinstance(cfg.drafter, Eagle3Config):
-        own = Recursive(Eagle3Head(cfg))
+        own = Recursive(Eagle3Head(cfg), tree)
     elif isinstance(cfg.drafter, BlockConfig):
         own = Block(Blocks(cfg))
     elif cfg.num_nextn_predict_layers:
-        own = Recursive(NextNLayers(cfg))
+        own = Recursive(NextNLayers(cfg), tree)
     return Suffix(own) if suffix else own

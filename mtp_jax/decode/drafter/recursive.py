@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.decode.drafter.grow import Trees
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Source, TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
@@ -68,6 +69,7 @@ class Recursive:
     """Drafts by recursion through a module's layers; with more drafts than layers these are reused."""
 
     module: DraftModule
+    tree: TreeShape | None = None
     deferral: int = DEFERRED
 
     @property
@@ -100,7 +102,14 @@ class Recursive:
         The entries of the newest token and of the drafts that it leaves in the cache are past the committed
         length, garbage once the step is over. A slot that verifies fewer drafts is idle in the later passes:
         its drafts there mean nothing.
+
+        More drafts than a tree has steps are a tree of them (``grow``).
         """
+        if self.tree and rules.depth > self.tree.steps and not rules.logits:
+            (cache,) = own.pages.cache
+            trees = Trees(self.module, params, on, s, rules, self.tree)
+            drafts, cache = trees.grow(own.slots.pending[:, :1], cache)
+            return drafts, own.replace(pages=own.pages.replace(cache=(cache,)))
         layers = len(own.pages.cache)
         passes, depth = _Passes(self.module, on, params, s, rules, own.slots.pending), rules.depth
         made = passes.start(own.pages.cache)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.decode.keys import Drafting
 from mtp_jax.decode.sampling import (
+    NO_TOKEN,
     Purpose,
     adjust,
     argmax,
@@ -14,6 +15,7 @@ from mtp_jax.decode.sampling import (
     draws,
     gumbel_sample,
     likeliest,
+    perturbed,
     point_mass,
     restrict,
     row_keys,
@@ -82,3 +84,43 @@ class DraftRules(struct.PyTreeNode):
             return likeliest(adjusted)[:, 0], jnp.zeros_like(logits)
 
         return jax.lax.cond(draws(s.sampling), sampled, likely)
+
+    @jax.named_scope("draft_sample")
+    def children(
+        self,
+        logits: Float[Array, "B n V"],
+        s: Slots,
+        rows: Int[Array, "B W"],
+        lineage: Int[Array, "B n"],
+        k: Int[Array, ""] | int,
+        count: int,
+    ) -> tuple[Int[Array, "B n c"], Float[Array, "B n c"]]:
+        """The ``count`` best drafts after each of n nodes that follow ``k`` drafts: (tokens, probabilities).
+
+        rows: the newest token and drafts; lineage: the drafts on the way to each node (see ``tree``). Greedy
+        rows take the likeliest tokens. Rows that sample add the noise with which ``verify.coupled`` draws the
+        target's token, so that the first child is the coupled draft of a chain, and a child counts the more
+        the likelier it is with this noise. A token of probability 0 is NO_TOKEN.
+        """
+        here = None
+        if self.allowed is not None:
+            here = jax.lax.dynamic_slice_in_dim(self.allowed, k, 1, axis=1).repeat(lineage.shape[1], axis=1)
+        if self.drafting is None:
+            weights = restrict(logits, here)
+        else:
+            counts = window_counts(s.sampling.counts, rows, lineage=lineage)
+            generated = jnp.broadcast_to((s.generated + k)[:, None], lineage.shape)
+            weights = adjust(logits, s.sampling, counts, generated, here)
+        if self.drafting == "sampled":
+            adjusted = weights
+
+            def sampled() -> Array:
+                keys = row_keys(s.sampling.seed, s.length + k, Purpose.SAMPLE)[:, None]
+                q = distribution(adjusted, s.sampling)
+                noisy = perturbed(jnp.broadcast_to(keys, lineage.shape), q)
+                return jnp.where((s.sampling.temperature > 0)[:, None, None], noisy, adjusted)
+
+            weights = jax.lax.cond(draws(s.sampling), sampled, lambda: adjusted)
+        probs, tokens = jax.lax.top_k(jax.nn.softmax(weights, axis=-1), count)
+        there = probs > 0
+        return jnp.where(there, tokens, NO_TOKEN), jnp.where(there, probs, 0)

@@ -16,9 +16,9 @@ Write = Callable[[Any, Any, Int[Array, "B n"], Int[Array, "B W"]], Any]
 def by_scatter(pages: Tree, rows: Any, page_table: Int[Array, "B n"], written: Int[Array, "B W"]) -> Tree:
     """A tree of ``pages`` [P, S, c] with the rows [B, W, c] written; in place when donated.
 
-    Rows that are not to be written (negative numbers) are dropped; so are rows past the table, of an
-    executable deeper than its slots' depth. In one place of a spare page these rows would wait for others,
-    as a GPU writes bfloat16 by atomic operations.
+    Rows with a negative number in ``written`` are dropped. Rows past the page table are dropped, too; they
+    occur where a program is deeper than its slots' depth. In one place of a spare page these rows would wait
+    for others, as a GPU writes bfloat16 by atomic operations.
     """
     count, size = jax.tree.leaves(pages)[0].shape[:2]
     page, offset, inside = places(count, size, page_table, written)

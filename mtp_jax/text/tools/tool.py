@@ -15,7 +15,7 @@ class Tool:
 
     Attributes:
         name: letters, digits, "_", "-" and ".".
-        parameters: the JSON Schema of its arguments, an object.
+        parameters: the arguments' JSON Schema, a JSON object.
         strict: whether arguments must fit the schema; if not, they must be an object.
         description: text for the model.
     """

@@ -1,0 +1,122 @@
+"""Trees as a drafter grows them: the choice of nodes, a plain construction without a cache, and the law."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.grow import Candidates
+from mtp_jax.decode.keys import TreeShape
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.errors import ConfigError
+from tests.decode.law import CFG, Case, emitted, p_values
+from tests.models import Reference, _run_nextn, accepted, make_engine, prompts, rigged, serve
+
+RNG = np.random.default_rng(0)
+SHAPE = TreeShape(3, 3, 8)
+
+
+def candidates(rows: int) -> Candidates:
+    """Random trees of 9 candidates, with equal scores, and in the last two rows one score everywhere."""
+    parents = np.stack([[RNG.integers(-1, i) for i in range(9)] for _ in range(rows)])
+    scores = np.zeros((rows, 9), np.float32)
+    for row, i in np.ndindex(rows, 9):
+        above = 1 if parents[row, i] < 0 else scores[row, parents[row, i]]
+        scores[row, i] = above * (RNG.choice([0, 0.5, 1]) if row < rows - 2 else rows - 1 - row)
+    return Candidates(*(jnp.asarray(a) for a in (RNG.integers(0, 9, (rows, 9)), scores, parents)))
+
+
+def test_the_best_candidates_are_a_tree_of_any_size():
+    rows, nodes = 60, 6
+    found = candidates(rows)
+    count = RNG.integers(0, nodes + 1, rows)
+    tokens, parents = found.best(nodes, jnp.asarray(count))
+    for row in range(rows):
+        ranked = sorted(range(9), key=lambda i: (-found.scores[row, i], i))
+        kept = sorted(ranked[: count[row]])
+        assert tokens[row, : count[row]].tolist() == found.tokens[row, jnp.asarray(kept, int)].tolist()
+        above = [int(found.parents[row, i]) for i in kept]
+        assert parents[row, : count[row]].tolist() == [0 if p < 0 else kept.index(p) + 1 for p in above]
+        assert (parents[row] <= jnp.arange(nodes)).all()
+
+
+def plain_tree(told: Reference, ids: list[int], shape: TreeShape) -> set[tuple[int, ...]]:
+    """The ways to all nodes of a tree after these ids, each by a pass over the whole text."""
+    begin, states = len(ids) - 1, dict[tuple[int, ...], np.ndarray]()
+
+    def after(way: tuple[int, ...]) -> list[tuple[float, int]]:
+        rows, at = np.array(told._trunk(ids)[0]), begin + len(way) - 1
+        for i in range(len(way)):
+            rows[begin + i] = states[way[:i]]
+        z, logits = _run_nextn(told.params, told.cfg, 0, told._padded([*ids[1:], *way]), rows)
+        states[way], p = np.asarray(z[at]), np.asarray(jax.nn.softmax(logits[at]))
+        return [(float(p[t]), int(t)) for t in np.argsort(-p)[: shape.topk]]
+
+    level = [(p, (t,)) for p, t in after(())]
+    found = [*level]
+    for _ in range(1, shape.steps):
+        beams = sorted(level, reverse=True)[: shape.topk]
+        level = [(score * p, (*way, t)) for score, way in beams for p, t in after(way)]
+        found += level
+    return {way for _, way in sorted(found, reverse=True)[: shape.nodes]}
+
+
+def test_an_engine_accepts_the_ways_of_plain_trees():
+    """The text is that of depth 0, and a chain of as many steps takes more of them."""
+    shape, told, tokens = SHAPE, Reference(rigged(noise=1.3)), 24
+    engine = make_engine(
+        told.params, tree="3x3x8", num_speculative_tokens=shape.nodes, verifier="coupled", max_num_seqs=2
+    )
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    some = prompts(2, 20)
+    requests, steps = serve(engine, [(prompt, params) for prompt in some]), []
+    for prompt, request in zip(some, requests, strict=True):
+        plain, chain = told.speculate(prompt, tokens), told.speculate(prompt, tokens, shape.steps)
+        assert request.progress.output == plain.ids
+        ids, counts = [*prompt, plain.ids[0]], []
+        while len(ids) < len(prompt) + tokens:
+            ways, way = plain_tree(told, ids, shape), ()
+            while (following := (*way, int(told.logits([*ids, *way])[-1].argmax()))) in ways:
+                way = following
+            ids += following
+            counts.append(len(way))
+        assert accepted(request) == counts
+        steps.append((len(counts), len(chain.accepted)))
+    trees, chains = map(sum, zip(*steps, strict=True))
+    assert trees < chains
+
+
+@pytest.mark.parametrize("grammar", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_lossless(grammar: bool):
+    """Rows that draw, with 0 to 3 nodes each; ``tests/decode/test_coupled.py`` has the control."""
+    assert min(p_values(build(CFG, tree=TreeShape(2, 2, 3)), CFG, "coupled", grammar)) > 1e-4
+
+
+@pytest.mark.slow
+def test_a_tree_that_draws_accepts_more_than_its_first_way():
+    tree, chain = (
+        emitted("sampled", "coupled", False, Case(build(CFG, tree=shape), rows=1500))
+        for shape in (TreeShape(2, 2, 3), None)
+    )
+    # Three steps of 3 nodes, and of 2 drafts.
+    assert tree.accepted[tree.drafted == 9].mean() > 1.1 * chain.accepted[chain.drafted == 6].mean()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4x3", "expected TOPKxSTEPSxNODES"),
+        ("4x3x-1", "expected TOPKxSTEPSxNODES"),
+        ("1x3x3", "one child per node is a chain; use num_speculative_tokens"),
+        ("8x5x20", "runs the draft layer over 8 nodes in each of 4 steps"),
+        ("4x0x3", "expected 1 step or more"),
+        ("4x3x3", "expected 4 to 31 nodes"),
+        ("4x3x32", "expected 4 to 31 nodes"),
+        ("2x2x7", "expected 3 to 6 nodes"),
+    ],
+)
+def test_sizes(text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        TreeShape.of(text)
+    assert TreeShape.of("4x3x12") == TreeShape(4, 3, 12)
