@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
-from numpy.typing import DTypeLike
 
 from mtp_jax.model.attention.source import Paged, Whole
 from mtp_jax.model.backend import Backend
