@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.attention.source import Paged, Whole
@@ -18,8 +19,9 @@ from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import BlockConfig
-from mtp_jax.model.head_specs import BlockHead, BlockLayer, Convolution
+from mtp_jax.model.head_specs import BlockHead, BlockLayer, Convolution, Markov
 from mtp_jax.model.layers import rms_norm, rope_angles
+from mtp_jax.model.narrow import expand, rows_of
 from mtp_jax.model.params import Mlp, Params
 from mtp_jax.model.sharding import partition, sharded
 from mtp_jax.model.trunk import embed
@@ -121,11 +123,12 @@ class Blocks:
         """
         p, ids = _of(params), None
         if p.markov is not None:
-            logits = logits + (p.markov.previous[previous] @ p.markov.following.T).astype(logits.dtype)
+            logits = logits + _bias(p.markov, previous, z.dtype).astype(logits.dtype)
         if p.selector is not None and self.head.selector is not None:
             logits, ids = jax.lax.top_k(logits, self.head.selector[1])
-            wanted = p.selector.previous[previous] * (z @ p.selector.hidden.T)
-            logits = logits + jnp.einsum("bkr,br->bk", p.selector.following[ids], wanted).astype(logits.dtype)
+            wanted = rows_of(p.selector.previous, previous) * (z @ expand(p.selector.hidden, z.dtype).T)
+            offered = rows_of(p.selector.following, ids)
+            logits = logits + jnp.einsum("bkr,br->bk", offered, wanted).astype(logits.dtype)
         if p.target_offset is not None:
             own = jnp.arange(len(p.target_offset)) + p.target_offset
             ids = own if ids is None else own[ids]
@@ -141,8 +144,12 @@ class Blocks:
         p = _of(params)
         assert p.confidence is not None, "the head has no confidence head"
         if self.head.markov_confidence and p.markov is not None:
-            z = jnp.concatenate([z, p.markov.previous[previous]], axis=-1)
-        return jax.nn.sigmoid(z @ p.confidence.weight[0] + p.confidence.bias[0])
+            z = jnp.concatenate([z, rows_of(p.markov.previous, previous)], axis=-1)
+        return jax.nn.sigmoid(z @ expand(p.confidence.weight, z.dtype)[0] + p.confidence.bias[0])
+
+
+def _bias(p: Markov, previous: Int[Array, " B"], dtype: DTypeLike) -> Float[Array, "B v"]:
+    return rows_of(p.previous, previous) @ expand(p.following, dtype).T
 
 
 def _layer(

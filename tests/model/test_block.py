@@ -17,6 +17,7 @@ from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_specs import BlockHead
+from mtp_jax.model.narrow import Bf16
 from mtp_jax.model.params import Params
 from tests.golden import BLOCKS, expected, model_dir
 
@@ -147,3 +148,27 @@ def test_kernels_that_must_attend_refuse_it():
         first_block(params, cfg, mosaic_gpu(strict=True))
     got = first_block(params, cfg, mosaic_gpu())
     np.testing.assert_allclose(got, first_block(params, cfg, ON), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["dflash2", "dspark"])
+def test_tables_that_stay_narrow_choose_the_same_drafts(variant: str):
+    """A head stored in bfloat16, on a CPU that computes in float32."""
+    found = loaded(variant)
+    module, head = Blocks(found.config), found.params.drafter
+    assert isinstance(head, BlockHead)
+    parts = {"markov": head.markov, "selector": head.selector, "confidence": head.confidence}
+
+    def stored(narrow: bool) -> Params:
+        def one(a: jax.Array) -> Any:
+            rounded = a.astype(jnp.bfloat16)
+            return Bf16(rounded) if narrow and a.ndim == 2 else rounded.astype(jnp.float32)
+
+        return replace(found.params, drafter=replace(head, **jax.tree.map(one, parts)))
+
+    z = jax.random.normal(jax.random.key(0), (3, module.head.layers.hidden_size))
+    logits, previous = jax.random.normal(jax.random.key(1), (3, 80)), jnp.asarray([1, 5, 7])
+    narrow, wide = (module.after(stored(kept), z, logits, previous) for kept in (True, False))
+    np.testing.assert_allclose(narrow, wide, atol=1e-5)
+    if module.head.confidence:
+        sure = [module.confidence(stored(kept), z, previous) for kept in (True, False)]
+        np.testing.assert_allclose(*sure, atol=1e-6)
