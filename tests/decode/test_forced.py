@@ -14,13 +14,15 @@ from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.law import GOLDEN, Law
-from mtp_jax.decode.state import StateShape
+from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import Step
+from mtp_jax.decode.step import _windows as windows_of
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams, StructuredOutput
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.backend import xla
+from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
 from tests.layers import ROOT
 from tests.models import TINY, Reference, make_engine, prompts, rigged, serve, tiny_params
@@ -135,8 +137,11 @@ def branches(law: Law | None) -> int:
     some, probs = shape(2, dtype=jnp.int32), shape(2, DEPTH, vocab)
     drafts = Drafts(shape(2, DEPTH, dtype=jnp.int32), some, some, None, probs)
     hidden, logits = shape(2, DEPTH + 1, TINY.hidden_size), shape(2, DEPTH + 1, vocab)
-    judged = jax.jit(lambda *given: step._judged(*given, allowed=None))
-    compiled = judged.lower(tiny_params(), state.slots, hidden, logits, drafts).compile()
+
+    def judged(params: Params, state: State, hidden: Any, logits: Any, drafts: Drafts) -> Any:
+        return step._judged(params, windows_of(state, drafts, 1), hidden, logits, drafts, None)
+
+    compiled = jax.jit(judged).lower(tiny_params(), state, hidden, logits, drafts).compile()
     return (compiled.as_text() or "").count(" conditional(")
 
 

@@ -75,6 +75,7 @@ def test_the_text_is_that_of_no_drafts(monkeypatch):
     assert accepted / drafted > 0.35
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_text(monkeypatch):
     """Sampled, with coupled verification: whether drafts are ranked or all verified."""
     jobs = [(p, replace(SAMPLED, seed=i)) for i, p in enumerate(prompts(4))]

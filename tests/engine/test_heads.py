@@ -109,10 +109,13 @@ def test_pages_that_steps_without_drafts_left_draft_as_well(variant: str):
     assert kept([hit]) > 0
 
 
+GROWN = [("3x3x7", "t3_s3_n8"), pytest.param("4x4x11", "t4_s4_n12", marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize(
     "variant", [v if v == "eagle3" else pytest.param(v, marks=pytest.mark.slow) for v in EAGLES]
 )
-@pytest.mark.parametrize(("tree", "name"), [("3x3x7", "t3_s3_n8"), ("4x4x11", "t4_s4_n12")])
+@pytest.mark.parametrize(("tree", "name"), GROWN)
 def test_trees_text_and_acceptance_are_the_oracles(variant: str, tree: str, name: str):
     """From chunks and from cached pages, over which the drafter's own rows run on; chains accept less."""
     engine, want = tree_engine(variant, tree, max_num_seqs=1), expected(variant, "trees")

@@ -68,9 +68,9 @@ def test_rows_whose_prompt_ends_in_a_launch_say_nothing_of_drafts():
     engine.prepare(requests)
     learned, learn = [], engine.depth.learn
 
-    def recorded(key, seconds, depths, rows):
+    def recorded(key, seconds, depths, rows, offered=None):
         learned.append((key, rows))
-        learn(key, seconds, depths, rows)
+        learn(key, seconds, depths, rows, offered)
 
     engine.depth.learn = recorded  # type: ignore[method-assign]
     for r in requests:

@@ -64,10 +64,11 @@ def windows(params: Params, cfg: Any, task: Task, texts: list[list[int]], anchor
     return Windows(*given)
 
 
-SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in ("eagle3", "dflash")]
+SLOW = [pytest.param(v, marks=pytest.mark.slow) for v in ("eagle3", "eagle3_mla", "dflash", "dflash2")]
+SLOW_HEADS = [pytest.param(v, marks=pytest.mark.slow) for v in ("eagle3_mla", "dflash2")]
 
 
-@pytest.mark.parametrize("variant", ["rigged", "eagle3_mla", "dflash2", "dspark", *SLOW])
+@pytest.mark.parametrize("variant", ["rigged", "dspark", *SLOW])
 def test_what_is_tuned_is_what_drafts(variant: str) -> None:
     """The oracle's drafts after a prompt, with another text before it in the window."""
     found, want = loaded(variant), expected(variant)
@@ -119,7 +120,7 @@ def drawn(task: Task, cfg: ModelConfig = TINY) -> Windows:
     return Windows(*given)
 
 
-@pytest.mark.parametrize("variant", ["", "dflash2", pytest.param("eagle3_mla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", ["", *SLOW_HEADS])
 def test_all_of_the_head_learns_and_on_a_mesh_the_same(variant: str) -> None:
     """A NextN layer with experts, in bfloat16, and heads."""
     found = loaded(variant) if variant else Loaded(MOE, tiny_params(MOE), 0)
