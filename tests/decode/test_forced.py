@@ -187,7 +187,10 @@ def test_an_engine_emits_drafts_and_then_the_models_own_token():
     "params",
     [
         GREEDY,
-        SamplingParams(temperature=0.9, top_k=20, presence_penalty=0.5, max_tokens=12, ignore_eos=True),
+        pytest.param(
+            SamplingParams(temperature=0.9, top_k=20, presence_penalty=0.5, max_tokens=12, ignore_eos=True),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_length_of_one_is_the_models_own_text(params):

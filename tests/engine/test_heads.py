@@ -70,7 +70,11 @@ def kept(requests: Sequence[Request]) -> int:
     return sum(map(sum, map(accepted, requests)))
 
 
-@pytest.mark.parametrize("variant", HEADS)
+# DFlash2 has DFlash's form, and more.
+FORMS = [pytest.param(v, marks=pytest.mark.slow) if v == "dflash" else v for v in HEADS]
+
+
+@pytest.mark.parametrize("variant", FORMS)
 def test_drafts_text_and_acceptance_are_the_oracles(variant: str):
     """From chunks and from cached pages."""
     engine, want, (most, *fewer) = engine_of(variant, max_num_seqs=1), expected(variant), depths(variant)
