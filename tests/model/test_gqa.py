@@ -15,6 +15,7 @@ from mtp_jax.model.attention.source import Whole
 from mtp_jax.model.backend import mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache, read_rows
 from mtp_jax.model.layers import rope_angles
+from mtp_jax.model.narrow import Bf16
 from mtp_jax.model.sharding import check_divisible
 from mtp_jax.model.visible import chain
 from tests import models
@@ -108,3 +109,12 @@ def test_a_mesh_that_cuts_groups_apart_is_refused():
     check_divisible(cfg, AbstractMesh((1, 4), ("data", "model")))
     with pytest.raises(ConfigError, match="gives each device 2 query heads, and each 3 share a kv head"):
         check_divisible(cfg, AbstractMesh((1, 6), ("data", "model")))
+
+
+def test_queries_may_stay_narrow():
+    """A head that was written in bfloat16, on a CPU: kv heads are found by the shape of the weight."""
+    attention: Any = rigged(CFG).layers[0].attention
+    narrow = replace(attention, q=Bf16(attention.q.astype(jnp.bfloat16)))
+    found, want = (xla_cpu().gqa.by_head(a, CFG) for a in (narrow, attention))
+    np.testing.assert_array_equal(found.of, want.of)
+    assert (found.count, found.group) == (want.count, want.group) == (4, 2)

@@ -61,8 +61,9 @@ class Gqa(Kind):
     def by_head(self, a: GqaAttention, cfg: ModelConfig) -> KvHeads:
         """The kv head of each query head."""
         assert cfg.gqa is not None, "a layer with grouped-query attention has a configuration of it"
-        group = len(a.q) // cfg.gqa.kv_heads
-        return KvHeads(jnp.arange(len(a.q)) // group, cfg.gqa.kv_heads, group)
+        heads = a.q.shape[0]
+        group = heads // cfg.gqa.kv_heads
+        return KvHeads(jnp.arange(heads) // group, cfg.gqa.kv_heads, group)
 
     def attend(self, q: Queries, w: KvHeads, source: Source, scale: float) -> Float[Array, "B W N v"]:
         """Attention over rows [keys | values], softmax in float32. Rows that no token sees are zeros.
