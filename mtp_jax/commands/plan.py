@@ -61,7 +61,7 @@ def register(subparsers: Subparsers) -> None:
         "--output",
         type=Path,
         metavar="PNG",
-        help="draw tokens/s of a GPU against those of a user, or with --load the times of requests",
+        help="draw tokens/s of a GPU against tokens/s of a user, or with --load the times of requests",
     )
     parser.set_defaults(run=run)
 

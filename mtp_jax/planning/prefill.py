@@ -26,7 +26,7 @@ def prompt_tokens_per_second(d: Deployment, seen: float | None = None) -> tuple[
 
 
 def _attention_flops(c: ModelConfig, number: int, seen: float) -> float:
-    """Operations of a token that attends to ``seen`` tokens, in one layer, those of an indexer included."""
+    """Operations of a token that attends to ``seen`` tokens, in one layer, with its indexer."""
     value = c.gqa.head_dim if c.gqa else c.v_head_dim
     scoring, index = 0.0, c.indexer
     if index is not None and 2 * seen > index.topk:  # at the end of the prompt

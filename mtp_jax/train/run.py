@@ -91,7 +91,7 @@ def checked(step: int, losses: jax.Array, grad_norm: jax.Array) -> tuple[list[fl
 
 
 def check_same_run(path: Path, now: JsonObject, beside: JsonObject, resuming: bool) -> None:
-    """Write the facts of a run, which must be those that stand there; the steps to come may be changed.
+    """Write the facts of a run. Facts that stand there must be the same; the steps to come may be changed.
 
     Raises CheckpointError.
     """

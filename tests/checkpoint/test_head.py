@@ -268,7 +268,7 @@ def test_an_update_reads_the_head_from_its_folder_or_keeps_it(tmp_path: Path):
 
 
 def test_an_update_takes_the_list_of_taps_as_the_load_did(tmp_path: Path):
-    """By default the list would name the outputs of layers that the model does not have."""
+    """The default reading names the output of a layer that the model does not have."""
 
     def reading(name: str, *layers: int) -> Path:
         return edited(tmp_path / name, eagle_config={"eagle_aux_hidden_state_layer_ids": layers})

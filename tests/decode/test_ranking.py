@@ -42,7 +42,7 @@ def drafts(margins: np.ndarray, source: int = Source.NEXTN) -> Drafts:
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("count", [1, 4, 9])
 def test_the_likeliest_drafts_of_each_shard(shards, count):
-    """As many as asked, prefixes of rows, none of them less likely than a draft that is left out."""
+    """The kept drafts are the asked number, begin their rows, and are no less likely than any other draft."""
     rng, depth = np.random.default_rng(count), [4, 2, 4, 4, 0, 3]
     margins = rng.exponential(2, (SLOTS, K)).astype(np.float32)
     s = slots(depth, idle=3)

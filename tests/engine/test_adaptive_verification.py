@@ -62,7 +62,7 @@ def served(
 
 
 def test_the_text_is_that_of_no_drafts(monkeypatch):
-    """Greedily, on a model; the drafts verified are as many as rows can take, and most are accepted."""
+    """A model decodes greedily, most steps verify a third of the drafts, and many of these are accepted."""
     engine, jobs = make_engine(PARAMS, **RANKED), [(p, GREEDY) for p in prompts(4)]
     requests, steps = served(engine, jobs, monkeypatch, ranked=True)
     kept = [s.key for s in steps if s.key.kept is not None]
