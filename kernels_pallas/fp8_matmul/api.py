@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.api import choose_gated_tile
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
@@ -65,7 +66,7 @@ def fp8_mlp(
     check(x, gate_up, BLOCK)
     check(x, down, BLOCK)
     count = x.shape[0]
-    gated = Tile(64, BLOCK, stages=5) if count <= 64 else Tile(128, BLOCK)
+    gated = choose_gated_tile(count, 1, *gate_up.shape[1:])
     rows = _quantised(x, gated)
     hidden, scale = _product(implementation, gated, interpret)(
         rows.values, gate_up, rows.scale, gate_up_scale

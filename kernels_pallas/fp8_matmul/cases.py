@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.fp8_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.fp8_matmul.api import choose_tile
+from kernels_pallas.grouped_matmul.api import choose_gated_tile
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.quantised import BLOCK, quantise
 
@@ -30,6 +31,7 @@ def shapes() -> dict[str, Shape]:
         "small-split": Shape(64, 192, 512, Tile(64, 64, 2, splits=2, thread_blocks=3)),
         "small-split-many": Shape(128, 128, 512, Tile(128, 128, 2, splits=4, thread_blocks=2)),
         "small-gated": Shape(64, 128, 256, Tile(64, BLOCK, 2, thread_blocks=1), gated=True),
+        "small-gated-parts": Shape(64, 128, 256, Tile(64, BLOCK, 2, splits=2), gated=True),
     }
     # DeepSeek-V3 on one GPU and on one of eight: kv_a, q_a, q_b, o, the shared expert's down.
     linears = {
@@ -45,8 +47,10 @@ def shapes() -> dict[str, Shape]:
         for name, (columns, terms) in linears.items():
             shapes[f"{name}-{rows}"] = Shape(rows, columns, terms, choose_tile(rows, columns, terms))
     shapes["o-4096"] = Shape(4096, 7168, 16384, choose_tile(4096, 7168, 16384))
-    shapes["mlp-gated-64"] = Shape(64, 18432, 7168, Tile(64, BLOCK, stages=5), gated=True)
-    shapes["mlp-gated-512"] = Shape(512, 18432, 7168, Tile(128, BLOCK), gated=True)
+    for rows in (64, 512):
+        for name, columns in (("mlp", 18432), ("shared", 2048), ("shared-of8", 256)):
+            tile = choose_gated_tile(rows, 1, columns, 7168)
+            shapes[f"{name}-gated-{rows}"] = Shape(rows, columns, 7168, tile, gated=True)
     return shapes
 
 

@@ -39,4 +39,6 @@ def fp8_matmul(
     table = np.stack([np.zeros_like(first), first, np.full_like(first, tile.rows)])
     tiles = Tiles(jnp.asarray(table), jnp.asarray(np.array([first.size], np.int32)))
     out = grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, tile=tile, interpret=interpret)
-    return out if tile.splits == 1 or not summed else (out[0].sum(axis=0).astype(jnp.bfloat16),)
+    if w.shape[0] > 1 or tile.splits == 1 or not summed:
+        return out
+    return (out[0].sum(axis=0).astype(jnp.bfloat16),)

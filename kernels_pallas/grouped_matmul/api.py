@@ -6,10 +6,11 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.expert_layout.api import arrange
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
-from kernels_pallas.grouped_matmul.tile import Tile
-from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.grouped_matmul.tile import CLUSTER, Tile
+from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
+from kernels_pallas.splits import PROCESSORS
 
 
 def expert_mlp(
@@ -54,8 +55,10 @@ def expert_mlp(
     """
     check(x, gate_up, gate_up_scale)
     check(x, down, down_scale)
-    experts, _, inner, _ = gate_up.shape
-    gated = choose_tile(rows_per_expert, inner, gated=True)
+    experts, _, inner, terms = gate_up.shape
+    # Half of the choices are this device's where it has half of the experts.
+    expected = -(-ids.size * experts // (experts if counts is None else counts.shape[1]))
+    gated = choose_gated_tile(rows_per_expert, min(expected, experts), inner, terms)
     if counts is None or experts % 8:
         groups = group_rows(ids - first, experts, gated.rows)
     else:
@@ -78,7 +81,7 @@ def expert_mlp(
     hidden = grouped_matmul(
         rows, gate_up, scale, gate_up_scale, groups.tiles, gated, implementation, interpret
     )
-    plain = choose_tile(rows_per_expert, down.shape[1], gated=False)
+    plain = choose_tile(rows_per_expert, down.shape[1])
     hidden, scale = hidden if len(hidden) == 2 else (hidden[0], None)
     down_scale = None if down_scale is None else down_scale[:, None]
     (y,) = grouped_matmul(
@@ -121,13 +124,24 @@ def _rows(tiles: Tiles, rows: int) -> Int[Array, " R"]:
     return (tiles.table[1][:, None] + jnp.arange(rows)).reshape(-1)
 
 
-def choose_tile(rows_per_group: int, columns: int, *, gated: bool) -> Tile:
-    """Choose the tile of a product whose groups have ``rows`` rows on average."""
-    if rows_per_group > 64:
-        return Tile(128, BLOCK, stages=4)
-    if gated:
-        return Tile(64, BLOCK, stages=5)
-    return Tile(64, 256 if columns % 256 == 0 else BLOCK, stages=4)
+def choose_tile(rows_per_group: int, columns: int) -> Tile:
+    """Choose the tile of a product whose groups have ``rows_per_group`` rows on average."""
+    if rows_per_group > WGMMA_ROWS:
+        return Tile(2 * WGMMA_ROWS, BLOCK, stages=4)
+    return Tile(WGMMA_ROWS, 256 if columns % 256 == 0 else BLOCK, stages=4)
+
+
+def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int) -> Tile:
+    """Choose the tile with which a gated product of ``groups`` groups ends soonest.
+
+    K is split if tiles leave most of the GPU idle, into no more parts than run at once.
+    """
+    if rows_per_group > WGMMA_ROWS:
+        return Tile(2 * WGMMA_ROWS, BLOCK, stages=4)
+    tiles, steps = groups * (columns // BLOCK), terms // BLOCK
+    splits = [n for n in range(2, CLUSTER + 1) if steps % n == 0 and tiles * n <= PROCESSORS]
+    best = max(splits, default=1)
+    return Tile(WGMMA_ROWS, BLOCK, stages=5 if best == 1 else 4, splits=best)
 
 
 def check(x: Described | Quantised, w: Described, w_scale: Described | None) -> None:

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
-from kernels_pallas.grouped_matmul.api import choose_tile
+from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
@@ -64,15 +64,20 @@ def shapes() -> dict[str, Shape]:
         "small-down-many": Shape((1, 130), 128, 256, False, many),
         "small-edge-columns": Shape((9,), 192, 256, False, narrow),
         "small-bf16-gated": Shape((3, 65), 128, 128, True, few, fp8=False, spare=1),
+        "small-gated-parts": Shape((3, 0, 19), 256, 512, True, replace(few, splits=4), spare=1, gap=8),
+        "small-bf16-gated-parts": Shape((3,), 128, 128, True, replace(few, splits=2), fp8=False, spare=1),
         "small-bf16-down": Shape((100, 28), 128, 256, False, many, fp8=False),
     }
     for rows in (8, 64, 256, 2048):  # of each of the experts that one of eight GPUs has, in DeepSeek-V3
-        groups = (rows,) * 32
-        shapes[f"gated-32x{rows}"] = Shape(groups, 2048, 7168, True, choose_tile(rows, 2048, gated=True))
-        shapes[f"down-32x{rows}"] = Shape(groups, 7168, 2048, False, choose_tile(rows, 7168, gated=False))
+        groups, gated = (rows,) * 32, choose_gated_tile(rows, 32, 2048, 7168)
+        shapes[f"gated-32x{rows}"] = Shape(groups, 2048, 7168, True, gated)
+        shapes[f"down-32x{rows}"] = Shape(groups, 7168, 2048, False, choose_tile(rows, 7168))
+    # A token's experts, whole, or split inside each expert over eight GPUs.
     one = (1,) * 8 + (0,) * 24
-    shapes["gated-8x1"] = Shape(one, 2048, 7168, True, choose_tile(1, 2048, gated=True), spare=24)
-    shapes["down-8x1"] = Shape(one, 7168, 2048, False, choose_tile(1, 7168, gated=False), spare=24)
+    for name, columns in (("8x1", 2048), ("8x1-of8", 256)):
+        gated = choose_gated_tile(1, 8, columns, 7168)
+        shapes[f"gated-{name}"] = Shape(one, columns, 7168, True, gated, spare=24)
+        shapes[f"down-{name}"] = Shape(one, 7168, columns, False, choose_tile(1, 7168), spare=24)
     for name in ("gated-32x64", "down-32x64", "gated-32x256"):
         shapes[f"bf16-{name}"] = replace(shapes[name], fp8=False)
     return shapes

@@ -7,6 +7,7 @@ tensor cores sum 128 terms, which are scaled while they are added to a float32 s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import COMPUTE, Sizes, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
+from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
 
 _LOADER = COMPUTE
 # Registers of 504 for three warpgroups. With more for the computing warpgroups ptxas 13.5 hoists more, and
@@ -62,13 +64,20 @@ def grouped_matmul(
     """
     sizes = Sizes(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
+    results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
+    clusters: dict[str, Any] = {}
+    if sizes.cluster > 1:
+        clusters = {"cluster": (sizes.cluster,), "cluster_names": ("part",)}
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         count = len(operands)
-        walk = _Walk(sizes, refs[:count], refs[count], refs[count + 2 :], scratch)
+        out = refs[count + 2 :]
+        walk = _Walk(sizes, refs[:count], refs[count], out[: len(results)], out[len(results) :], scratch)
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        if sizes.cluster > 1:
+            block = block * sizes.cluster + lax.axis_index("part")
         total = refs[count + 1][0] * (sizes.column_tiles * tile.splits)
-        mine = lax.div(total - block + (tile.thread_blocks - 1), tile.thread_blocks)
+        mine = lax.div(total - block + (sizes.thread_blocks - 1), sizes.thread_blocks)
 
         @pl.when(wg == _LOADER)
         def _load() -> None:
@@ -83,26 +92,31 @@ def grouped_matmul(
     out = plgpu.kernel(
         body,
         kernel_name="gated_matmul" if sizes.gated else "matmul",
-        out_type=sizes.out_type(),
+        out_type=(*results, *parts),
         scratch_types=sizes.scratch(),
-        grid=(tile.thread_blocks,),
+        grid=(sizes.thread_blocks // sizes.cluster,),
         grid_names=("block",),
+        **clusters,
         num_threads=COMPUTE + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*operands, tiles.table, tiles.count)
-    return tuple(out)
+    return tuple(out[: len(results)])
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """A thread block's walk over its tiles: the work of the loader and of the computing warpgroups."""
+    """A thread block's walk over its tiles: the work of the loader and of the computing warpgroups.
+
+    parts: the parts of a gated product's sums, of a kernel whose clusters have several thread blocks.
+    """
 
     sizes: Sizes
     operands: tuple[Ref, ...]
     table: Ref
     out: tuple[Ref, ...]
+    parts: tuple[Ref, ...]
     scratch: dict[str, Ref]
 
     def place(self, i: jax.Array) -> Place:
@@ -120,7 +134,7 @@ class _Walk:
         x, w = self.operands[:2]
 
         def one_tile(i: jax.Array, _: None) -> None:
-            row_tile, column_tile, part = self.place(block + i * tile.thread_blocks)
+            row_tile, column_tile, part = self.place(block + i * sizes.thread_blocks)
             group, first = self.table[0, row_tile], pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
             rows, columns = pl.ds(first, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
 
@@ -147,14 +161,17 @@ class _Walk:
         """Multiply, finish and store every tile."""
 
         def one_tile(i: jax.Array, _: None) -> None:
-            place = self.place(block + i * self.sizes.tile.thread_blocks)
+            place = self.place(block + i * self.sizes.thread_blocks)
             sums = (self.scaled_sums if self.sizes.fp8 else self.plain_sums)(wg, i, place)
-            if not self.sizes.gated:
-                self.store(wg, place, sums[0])
+            if self.sizes.cluster > 1:
+                self.sum_parts(wg, place, sums)
+            elif not self.sizes.gated:
+                out = self.out[0].at[place[2]] if self.sizes.tile.splits > 1 else self.out[0]
+                self.store(wg, place, sums[0], out)
             elif self.sizes.fp8:
                 self.store_quantised(wg, i, place, _swiglu(*sums))
             else:
-                self.store(wg, place, _swiglu(*sums))
+                self.store(wg, place, _swiglu(*sums), self.out[0])
 
         lax.fori_loop(0, mine, one_tile, None)
         plgpu.wait_smem_to_gmem(0)
@@ -182,11 +199,14 @@ class _Walk:
             ahead = scales(jnp.minimum(k + 1, sizes.steps - 1))  # loaded during a step
             plgpu.barrier_wait(s["full"].at[slot])
             new = []
-            for b in range(sizes.blocks):
-                product = self.product(slot, b, wg)
-                if b == sizes.blocks - 1:
+            for together in self.together:
+                products = self.products(slot, together, wg)
+                if together[-1] == sizes.blocks - 1:
                     plgpu.barrier_arrive(s["free"].at[slot])
-                new.append(sums[b] + product * per_row(of_rows * of_weights[b], sizes.width))
+                new += [
+                    sums[b] + product * per_row(of_rows * of_weights[b], sizes.width)
+                    for b, product in zip(together, products, strict=True)
+                ]
             return tuple(new), ahead
 
         zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, sizes.width), jnp.float32), WGMMA)
@@ -203,6 +223,7 @@ class _Walk:
                 plgpu.barrier_wait(s["full"].at[slot])
                 for b, acc in enumerate(accs):
                     self.multiply(acc, slot, b, wg)
+                plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(s["free"].at[slot])
 
             lax.fori_loop(0, sizes.steps, step, None)
@@ -212,32 +233,39 @@ class _Walk:
             over_k, *[plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, sizes.width), jnp.float32)] * sizes.blocks
         )
 
-    def product(self, slot: jax.Array, b: int, wg: jax.Array) -> jax.Array:
-        """The product of one stage alone."""
+    @property
+    def together(self) -> tuple[tuple[int, ...], ...]:
+        """The products of a stage that run beside each other: as many as registers hold."""
+        blocks = tuple(range(self.sizes.blocks))
+        return (blocks,) if self.sizes.tile.rows == WGMMA_ROWS else tuple((b,) for b in blocks)
 
-        def alone(acc: Ref) -> jax.Array:
-            self.multiply(acc, slot, b, wg)
-            return acc[...]
+    def products(self, slot: jax.Array, which: tuple[int, ...], wg: jax.Array) -> tuple[jax.Array, ...]:
+        """Some products of one stage alone."""
 
-        return pl.run_scoped(alone, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, self.sizes.width), jnp.float32))
+        def alone(*accs: Ref) -> tuple[jax.Array, ...]:
+            for b, acc in zip(which, accs, strict=True):
+                self.multiply(acc, slot, b, wg)
+            plgpu.wgmma_wait(0)
+            return tuple(acc[...] for acc in accs)
+
+        shape = (WGMMA_ROWS, self.sizes.width)
+        return pl.run_scoped(alone, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * len(which))
 
     def multiply(self, acc: Ref, slot: jax.Array, b: int, wg: jax.Array) -> None:
-        """Add one stage's product to an accumulator of the tensor cores."""
+        """Add one stage's product to an accumulator of the tensor cores; does not wait for it."""
         row, column = self.share(wg)
         x = self.scratch["xs"].at[slot, pl.ds(row, WGMMA_ROWS)]
         w = self.scratch["ws"].at[slot, b, pl.ds(column, self.sizes.width)]
         plgpu.wgmma(acc, x, w.T)
-        plgpu.wgmma_wait(0)
 
-    def store(self, wg: jax.Array, place: Place, value: jax.Array) -> None:
+    def store(self, wg: jax.Array, place: Place, value: jax.Array, out: Ref) -> None:
         """Write a warpgroup's share of a tile through shared memory, without rows past the tile's end."""
         tile, staged = self.sizes.tile, self.scratch["staged"]
-        row_tile, column_tile, part = place
+        row_tile, column_tile, _ = place
         row, column = self.share(wg)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
         staged[wg] = value.astype(staged.dtype)
         plgpu.commit_smem()
-        out = self.out[0].at[part] if tile.splits > 1 else self.out[0]
         first = pl.multiple_of(self.table[1, row_tile] + row, ALIGNMENT)
         height = self.table[2, row_tile] - row
         columns = pl.ds(column_tile * tile.columns + column, self.sizes.width)
@@ -265,7 +293,7 @@ class _Walk:
             plgpu.barrier_wait(s["met"])
             peak = jnp.maximum(peak, plgpu.layout_cast(s["peaks"][turn, 1 - wg], WGMMA_ROW))
         scale = jnp.maximum(peak, TINY) * (1 / FP8_MAX)
-        self.store(wg, place, value * per_row(1 / scale, self.sizes.width))
+        self.store(wg, place, value * per_row(1 / scale, self.sizes.width), self.out[0])
         # Through shared memory as well, as an address per thread would exceed the registers.
         s["scales"][wg] = scale
         plgpu.commit_smem()
@@ -274,6 +302,37 @@ class _Walk:
         def _scales() -> None:
             rows = pl.ds(row_tile * tile.rows + self.share(wg)[0], WGMMA_ROWS)
             plgpu.copy_smem_to_gmem(s["scales"].at[wg], self.out[1].at[column_tile, rows])
+
+    def sum_parts(self, wg: jax.Array, place: Place, sums: tuple[jax.Array, ...]) -> None:
+        """Write a part of K, wait for the cluster's other parts, and finish a share of the tile's rows.
+
+        A warp finishes a row. A piece of 8 rows is finished by one thread block of the cluster.
+        """
+        tile = self.sizes.tile
+        row_tile, column_tile, part = place
+        for b, value in enumerate(sums):
+            self.store(wg, place, value, self.parts[0].at[part, b])
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.barrier_arrive(self.scratch["summed"])
+        plgpu.barrier_wait(self.scratch["summed"])
+        first, height = self.table[1, row_tile], self.table[2, row_tile]
+        columns = pl.ds(column_tile * BLOCK, BLOCK)
+        pieces = lax.div(height + (ALIGNMENT - 1), ALIGNMENT)
+
+        def finish(i: jax.Array, _: None) -> None:
+            row = (part + i * tile.splits) * ALIGNMENT + wg * WARPS
+            rows = pl.ds(first + row, WARPS)
+            gate, up = (
+                sum(load(self.parts[0], (s, b, rows, columns), ROW) for s in range(tile.splits))
+                for b in range(self.sizes.blocks)
+            )
+            value, out = _swiglu(gate, up), self.out[0].at[rows, columns]
+            if self.sizes.fp8:
+                write(value, out, self.out[1].at[column_tile, pl.ds(row_tile * tile.rows + row, WARPS)])
+            else:
+                out[...] = value.astype(out.dtype)
+
+        lax.fori_loop(0, lax.div(pieces - part + (tile.splits - 1), tile.splits), finish, None)
 
 
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
 from kernels_pallas.quantised import BLOCK
 
 COMPUTE = 2  # computing warpgroups
+CLUSTER = 8
+"""Most thread blocks of a cluster on every GPU of the Hopper generation (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,10 @@ class Tile:
         all rows and half of the columns, for groups of few rows.
     columns: output columns per tile; in a gated product columns of gate, and of up.
     stages: depth of the ring of operands in shared memory.
-    splits: parts of K that are summed apart, for outputs too small to fill the GPU.
-    thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors.
+    splits: parts of K that are summed apart, for outputs too small to fill the GPU. In a gated product the
+        thread blocks of a cluster have one each.
+    thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors. The parts of a gated
+        product have thread blocks of their own.
     """
 
     rows: int
@@ -59,8 +63,8 @@ class Sizes:
         columns = (64, 128, 256) if tile.rows == WGMMA_ROWS else (64, 128)
         if tile.rows not in (WGMMA_ROWS, 2 * WGMMA_ROWS) or tile.columns not in columns:
             raise ValueError(f"{tile}; expected 64 x (64, 128 or 256) or 128 x (64 or 128) rows x columns")
-        if self.gated and (tile.columns, tile.splits) != (BLOCK, 1):
-            raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns and no splits")
+        if self.gated and (tile.columns != BLOCK or tile.splits > CLUSTER):
+            raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns, at most {CLUSTER} splits")
         for what, size, part in (
             ("columns", self.columns, tile.columns),
             ("terms", self.terms, self.stage_terms * tile.splits),
@@ -96,22 +100,43 @@ class Sizes:
         return self.columns // self.tile.columns
 
     @property
+    def cluster(self) -> int:
+        """Thread blocks that sum a tile together."""
+        return self.tile.splits if self.gated else 1
+
+    @property
+    def thread_blocks(self) -> int:
+        """Thread blocks of the grid. A cluster has one tile: no place of its parts is written twice."""
+        return self.tiles * self.column_tiles * self.cluster if self.cluster > 1 else self.tile.thread_blocks
+
+    @property
     def width(self) -> int:
         """Columns of one warpgroup, per product."""
         return self.tile.columns // (COMPUTE if self.tile.rows == WGMMA_ROWS else 1)
 
     @property
-    def out_dtype(self) -> DTypeLike:
-        """The dtype of the values written."""
-        if self.gated and self.fp8:
-            return jnp.float8_e4m3fn
-        return jnp.float32 if self.tile.splits > 1 else jnp.bfloat16
+    def staged_dtype(self) -> DTypeLike:
+        """The dtype of the values that warpgroups write through shared memory."""
+        if self.tile.splits > 1:
+            return jnp.float32
+        return jnp.float8_e4m3fn if self.gated and self.fp8 else jnp.bfloat16
+
+    def parts_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the parts of K, if they are summed apart."""
+        if self.tile.splits == 1:
+            return ()
+        blocks = (self.blocks,) if self.gated else ()
+        shape = (self.tile.splits, *blocks, self.rows, self.columns)
+        return (jax.ShapeDtypeStruct(shape, jnp.float32),)
 
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the kernel's results."""
-        splits = (self.tile.splits,) if self.tile.splits > 1 else ()
-        values = jax.ShapeDtypeStruct((*splits, self.rows, self.columns), self.out_dtype)
-        if self.out_dtype != jnp.float8_e4m3fn:
+        if not self.gated and self.tile.splits > 1:
+            return self.parts_type()
+        quantised = self.gated and self.fp8
+        dtype = jnp.float8_e4m3fn if quantised else jnp.bfloat16
+        values = jax.ShapeDtypeStruct((self.rows, self.columns), dtype)
+        if not quantised:
             return (values,)
         return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.tiles * self.tile.rows), jnp.float32)
 
@@ -121,13 +146,15 @@ class Sizes:
         scratch = {
             "xs": _operand((tile.stages, tile.rows, self.stage_terms), self.dtype),
             "ws": _operand((tile.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
-            "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.out_dtype),
+            "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.staged_dtype),
             "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=tile.stages),
             "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tile.stages),
         }
-        if self.out_dtype == jnp.float8_e4m3fn:
+        if self.cluster > 1:
+            scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
+        elif self.staged_dtype == jnp.float8_e4m3fn:
             scratch["scales"] = plgpu.SMEM((COMPUTE, WGMMA_ROWS), jnp.float32)
-        if self.out_dtype == jnp.float8_e4m3fn and tile.rows == WGMMA_ROWS:
+        if "scales" in scratch and tile.rows == WGMMA_ROWS:
             scratch["peaks"] = plgpu.SMEM((2, COMPUTE, WGMMA_ROWS), jnp.float32)
             scratch["met"] = plgpu.Barrier(num_arrivals=COMPUTE)
         return scratch

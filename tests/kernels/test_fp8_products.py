@@ -185,13 +185,15 @@ def test_kernels_equal_their_reference_without_races(name):
     assert run.distance < 3e-3
 
 
-# What a warpgroup waits for: the operation, and the end of the name of the function that waits.
+# What a warpgroup waits for: the case, the operation, and the end of the name of the function that waits.
 WAITS = {
-    "the ring is free again": ("barrier_wait", "step.<locals>.<lambda>"),
-    "the ring is full": ("barrier_wait", "_Walk.scaled_sums.<locals>.step"),
-    "the other half of a row": ("barrier_wait", "_Walk.store_quantised"),
-    "the tile before is written": ("wait_smem_to_gmem", "_Walk.store"),
-    "values are visible to copies": ("commit_smem", "_Walk.store"),
+    "the ring is free again": ("small-gated", "barrier_wait", "step.<locals>.<lambda>"),
+    "the ring is full": ("small-gated", "barrier_wait", "_Walk.scaled_sums.<locals>.step"),
+    "the other half of a row": ("small-gated", "barrier_wait", "_Walk.store_quantised"),
+    "the tile before is written": ("small-gated", "wait_smem_to_gmem", "_Walk.store"),
+    "values are visible to copies": ("small-gated", "commit_smem", "_Walk.store"),
+    "own parts are written": ("small-gated-parts", "wait_smem_to_gmem", "_Walk.sum_parts"),
+    "the cluster's parts are written": ("small-gated-parts", "barrier_wait", "_Walk.sum_parts"),
 }
 
 
@@ -212,6 +214,7 @@ def test_rows_of_the_next_group_overwritten_are_noticed(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WAITS)
 def test_a_missing_wait_is_noticed(what, monkeypatch, capfd):
-    without(monkeypatch, *WAITS[what])
-    assert notices(CASES["grouped_matmul/small-gated"])
+    case, *wait = WAITS[what]
+    without(monkeypatch, *wait)
+    assert notices(CASES[f"grouped_matmul/{case}"])
     capfd.readouterr()  # every race is printed
