@@ -4,16 +4,14 @@ PROCESSORS = 132
 """Streaming multiprocessors of an H100 or H200; a thread block of these kernels fills one."""
 
 
-def choose_splits(blocks: int, steps: int, cost: int, written_out: int = PROCESSORS) -> int:
+def choose_splits(blocks: int, steps: int, cost: int) -> int:
     """Splits that finish soonest if slots have ``steps`` steps; unsplit, ``blocks`` thread blocks run.
 
-    cost: cost of a split beside its rows, in steps. written_out: most parts that one launch merges; the
-    launches that merge more parts are assumed to cost as much as a split.
+    cost: cost of a split beside its rows, in steps.
     """
 
     def time(splits: int) -> tuple[int, int]:
         waves = -(-blocks * splits // PROCESSORS)
-        merging = cost if splits > written_out else 0
-        return waves * (-(-steps // splits) + cost) + merging, splits
+        return waves * (-(-steps // splits) + cost), splits
 
     return min(range(1, min(steps, PROCESSORS) + 1), key=time)

@@ -1,6 +1,5 @@
 """The function that a model calls."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.mla_decode import mosaic_gpu, reference
 from kernels_pallas.mla_decode.fp8_rows import Packed
+from kernels_pallas.mla_decode.merging import merge
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.splits import choose_splits
@@ -20,8 +20,6 @@ PAGE = mosaic_gpu.PAGE
 _SPLIT_COST = 3
 # A thread block's query rows are a multiple of 8, the columns that a product of a warpgroup grows by.
 _HEADS = 8
-# Parts that XLA merges in one launch, because `merge` writes them out one by one.
-_WRITTEN_OUT = 32
 
 
 def mla_decode(
@@ -91,29 +89,13 @@ def mla_decode(
         in_place=in_place,
         interpret=interpret,
     )
-    lse = lse[..., :block].reshape(splits, slots, height)
-    mixed = out[0] if splits == 1 else merge(out, lse)
+    mixed = out[0] if splits == 1 else merge(out, lse, interpret=interpret)
     return mixed.reshape(slots, window, heads, rank)[:, :, :given]
-
-
-def merge(out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Merge outputs [splits, ..., C] of disjoint parts of rows by log2 of their sums of exponentials.
-
-    A few parts are added one by one: XLA compiles that to one launch, reductions to two to four.
-    """
-    if len(lse) > _WRITTEN_OUT:
-        weights = jnp.exp2(lse - lse.max(axis=0))[..., None]
-        return ((out * weights).sum(axis=0) / weights.sum(axis=0)).astype(out.dtype)
-    peak = functools.reduce(jnp.maximum, lse)
-    weights = [jnp.exp2(part - peak)[..., None] for part in lse]
-    total = functools.reduce(jnp.add, weights)
-    mixed = functools.reduce(jnp.add, (o * w for o, w in zip(out, weights, strict=True))) / total
-    return mixed.astype(out.dtype)
 
 
 def splits_of(blocks: int, columns: int) -> int:
     """Splits that finish soonest if slots fill ``columns`` pages; see ``choose_splits``."""
-    return choose_splits(blocks, -(-columns // mosaic_gpu.COMPUTE), _SPLIT_COST, _WRITTEN_OUT)
+    return choose_splits(blocks, -(-columns // mosaic_gpu.COMPUTE), _SPLIT_COST)
 
 
 def check(q: Described, q_rope: Described, pages: Described | Packed) -> None:

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.mla_decode.api import merge, mla_decode, splits_of
+from kernels_pallas.mla_decode.api import mla_decode, splits_of
 from kernels_pallas.mla_decode.bench import xla
 from kernels_pallas.mla_decode.cases import PAGE, RANK, SCALE, Shape, case, inputs, shapes
 from kernels_pallas.mla_decode.fp8_rows import pack, unpack
+from kernels_pallas.mla_decode.merging import merge
 from kernels_pallas.visible import chain
-from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
+from tests.kernels.interpreter import InterpretGPUParams, distance, interpret, needs_fences, notices, without
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
 RUN = partial(mla_decode, scale=SCALE, implementation="xla")
@@ -57,17 +58,21 @@ def test_reference_equals_float64(kind):
     assert not np.asarray(reference, np.float64)[~some].any()
 
 
+@needs_fences
 @pytest.mark.parametrize("parts", [3, 40])
 def test_merged_parts_equal_the_whole(parts):
+    """Two slots of 16 query rows in two blocks, which see different parts."""
     random = np.random.default_rng(2)
-    weights, values = random.random((parts, 5, 16)), random.normal(size=(parts, 16, 8))
-    weights[2, 0] = 0  # a part of which this row sees nothing
-    total = weights.sum(-1)
-    each = weights @ values / np.maximum(total, 1e-30)[..., None]
-    lse = np.log2(np.maximum(total, 2.0**-100))
-    whole = (weights @ values).sum(0) / total.sum(0)[:, None]
-    merged = jax.jit(merge)(jnp.float32(each), jnp.float32(lse))
-    np.testing.assert_allclose(merged, whole, rtol=1e-5, atol=1e-6)
+    rows = (2, 16)
+    weights, values = random.random((parts, *rows, 8)), random.normal(size=(parts, *rows, 8, RANK))
+    weights[2, 0, 3] = 0  # a part of which this row sees nothing
+    total, sums = weights.sum(-1), np.einsum("pbmn,pbmnc->pbmc", weights, values)
+    each = jnp.bfloat16(sums / np.maximum(total, 1e-30)[..., None])
+    lse = np.log2(np.maximum(total, 2.0**-100)).reshape(parts, 2, 2, 8)
+    whole = (np.asarray(each, np.float64) * total[..., None]).sum(0) / total.sum(0)[..., None]
+    lse = jnp.pad(jnp.float32(lse), ((0, 0),) * 3 + ((0, 56),), constant_values=jnp.nan)
+    merged = merge(each, lse, interpret=InterpretGPUParams(detect_races=True))
+    np.testing.assert_allclose(np.asarray(merged, np.float64), whole, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize(("blocks", "columns"), [(1, 1), (1, 512), (8, 64), (100, 65), (512, 64)])
