@@ -34,13 +34,13 @@ from kernels_pallas.mosaic import (
 )
 from kernels_pallas.top_k.reference import NOTHING
 
-READERS = 4  # warpgroups of a thread block; each has its share of the scores
+READERS = 2  # warpgroups of a thread block; each has its share of the scores
 LINES = 32
 CHUNK = LINES * LINE
 """Scores that a warpgroup handles at a time."""
 
 WARPS = 4  # of a warpgroup
-HELD = 8  # most chunks that a warpgroup holds: 64 of a thread's 128 registers
+HELD = 16  # most chunks that a warpgroup holds: 128 of a thread's 255 registers
 _CLUSTER = 8  # most thread blocks of a cluster that every Hopper GPU can place
 _MULTIPROCESSORS = 132  # of an H100 or H200
 
@@ -50,8 +50,8 @@ _ROUNDS = -(-32 // _BITS)
 _WORDS = _BUCKETS // 2  # a word has the counts of two buckets, 16 bits each
 _HALF = 16
 _LOW = (1 << _HALF) - 1
-# A half of a word holds the count of a bucket that four warps, a lane's, have: CHUNK / WARPS of each chunk.
-_SHARE = _LOW // CHUNK
+# A half of a word holds the sum of the counts that a lane gets, each of a warp's part of a share.
+_SHARE = _LOW // (CHUNK // WARPS * (_CLUSTER * READERS * WARPS // LINE))
 MOST = _SHARE * _CLUSTER * READERS * CHUNK
 """Most scores of a token."""
 # The number that follows that of -inf.
@@ -117,16 +117,17 @@ def choose(
                 wg.publish()
             plgpu.barrier_arrive(counted)
             plgpu.barrier_wait(counted)
-            return [
-                [load(counts, (*at, j, pl.ds(k * LINE, LINE)), LINE_OF) for k in range(lines_of_counts)]
+            lines = range(lines_of_counts)
+            all_of_all = [
+                [load(counts, (*at, j, pl.ds(k * LINE, LINE)), LINE_OF) for k in lines]
                 for j in range(len(found))
             ]
+            if blocks * READERS * WARPS >= LINE:
+                return all_of_all
+            there = wg.iota_of((LINE,), 0, LINE_OF) < blocks * READERS * WARPS
+            return [[jnp.where(there, x, 0) for x in of_all] for of_all in all_of_all]
 
         none = wg.laid_out(jnp.zeros((WARPS, LINE), jnp.int32), LINES_OF)
-        if blocks * READERS * WARPS < LINE:
-            for parity in range(2):
-                for j in range(_WORDS):
-                    counts[parity, j, pl.ds(LINE // 2 + mine * WARPS, WARPS)] = jnp.sum(none, axis=1)
 
         def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             """Fix three more bits of the least score.
@@ -183,30 +184,42 @@ def choose(
             larger_before += jnp.sum(earlier & _LOW)
             equal_before += jnp.sum(lax.shift_right_logical(earlier, _HALF))
 
+        line, lane = (wg.iota_of((LINES, LINE), axis, LINES_OF) for axis in range(2))
+        bit = lax.shift_left(jnp.full_like(lane, 1), lane)
+
+        def of_lines(i: Any) -> tuple[jax.Array, jax.Array]:
+            """Numbers of larger and of equal scores in a chunk's lines before each line."""
+            columns = wg.laid_out(per_column(load(line_counts, (reader, i), LINE_OF), LINES), LINES_OF)
+            both = jnp.sum(jnp.where(lane < line, columns, 0), axis=1)
+            return both & _LOW, lax.shift_right_logical(both, _HALF)
+
         def write(i: Any, number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            larger, equal, *parted = carry
             place = pl.ds((first + i) * LINES, LINES)
-            line, lane = (wg.iota_of((LINES, LINE), axis, LINES_OF) for axis in range(2))
-            larger, equal = number > least, number == least
-            of_lines = load(line_counts, (reader, i), LINE_OF)
-            earlier = jnp.sum(
-                jnp.where(lane < line, wg.laid_out(per_column(of_lines, LINES), LINES_OF), 0), axis=1
-            )
-            of_chunk = jnp.sum(of_lines)
-            larger_before = carry[0] + (earlier & _LOW)
-            equal_before = carry[1] + lax.shift_right_logical(earlier, _HALF)
-            bit = lax.shift_left(jnp.full_like(lane, 1), lane)
-            equals = jnp.sum(jnp.where(equal, bit, 0), axis=1)
-            rank = _spread(wg, equal_before) + _set_bits(_spread(wg, equals) & (bit - 1))
-            chosen = jnp.logical_or(larger, jnp.logical_and(equal, rank < wanted))
+            packed = jnp.sum(load(line_counts, (reader, i), LINE_OF))
+            # Of equal scores all of a chunk are chosen, or none, except in one chunk of a token.
+            bound = least + jnp.where(equal < wanted, jnp.uint32(0), jnp.uint32(1))
 
             @pl.when(first + i < chunks)
             def _() -> None:
-                words[token, place] = jnp.sum(jnp.where(chosen, bit, 0), axis=1)
-                before[token, place] = larger_before + jnp.minimum(equal_before, wanted)
+                words[token, place] = jnp.sum(jnp.where(number >= bound, bit, 0), axis=1)
+                larger_before, equal_before = of_lines(i)
+                before[token, place] = larger + larger_before + jnp.minimum(equal + equal_before, wanted)
 
-            return carry[0] + (of_chunk & _LOW), carry[1] + lax.shift_right_logical(of_chunk, _HALF)
+            after = equal + lax.shift_right_logical(packed, _HALF)
+            here = jnp.logical_and(equal < wanted, wanted < after)
+            parted = [jnp.where(here, x, y) for x, y in zip((i, equal), parted, strict=True)]
+            return larger + (packed & _LOW), after, *parted
 
-        over(write, (larger_before, equal_before))
+        *_, i, equal = over(write, (larger_before, equal_before, jnp.int32(-1), jnp.int32(0)))
+
+        @pl.when(i >= 0)
+        def _() -> None:
+            number = read(i)
+            equals = jnp.sum(jnp.where(number == least, bit, 0), axis=1)
+            rank = _spread(wg, equal + of_lines(i)[1]) + _set_bits(_spread(wg, equals) & (bit - 1))
+            chosen = jnp.logical_or(number > least, jnp.logical_and(number == least, rank < wanted))
+            words[token, pl.ds((first + i) * LINES, LINES)] = jnp.sum(jnp.where(chosen, bit, 0), axis=1)
 
         @pl.when(mine == blocks * READERS - 1)
         def _() -> None:

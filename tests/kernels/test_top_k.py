@@ -68,7 +68,7 @@ def test_other_scores_than_float32_are_refused():
 
 
 def test_more_scores_than_halves_of_words_count_are_refused():
-    with pytest.raises(ValueError, match="2064385 scores, at most 2064384; use 'xla'"):
+    with pytest.raises(ValueError, match="2080769 scores, at most 2080768; use 'xla'"):
         api.check(jax.ShapeDtypeStruct((1, mosaic_gpu.MOST + 1), jnp.float32))
 
 
