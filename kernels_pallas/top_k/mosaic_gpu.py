@@ -194,10 +194,10 @@ def choose(
             return both & _LOW, lax.shift_right_logical(both, _HALF)
 
         def write(i: Any, number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            larger, equal, *parted = carry
+            larger, equal, part, before_part = carry
             place = pl.ds((first + i) * LINES, LINES)
             packed = jnp.sum(load(line_counts, (reader, i), LINE_OF))
-            # Of equal scores all of a chunk are chosen, or none, except in one chunk of a token.
+            # All equal scores of a chunk are chosen, or none, except in one chunk of a token.
             bound = least + jnp.where(equal < wanted, jnp.uint32(0), jnp.uint32(1))
 
             @pl.when(first + i < chunks)
@@ -208,10 +208,10 @@ def choose(
 
             after = equal + lax.shift_right_logical(packed, _HALF)
             here = jnp.logical_and(equal < wanted, wanted < after)
-            parted = [jnp.where(here, x, y) for x, y in zip((i, equal), parted, strict=True)]
-            return larger + (packed & _LOW), after, *parted
+            part, before_part = jnp.where(here, i, part), jnp.where(here, equal, before_part)
+            return larger + (packed & _LOW), after, part, before_part
 
-        *_, i, equal = over(write, (larger_before, equal_before, jnp.int32(-1), jnp.int32(0)))
+        i, equal = over(write, (larger_before, equal_before, jnp.int32(-1), jnp.int32(0)))[2:]
 
         @pl.when(i >= 0)
         def _() -> None:
