@@ -26,7 +26,7 @@ def fp8_matmul(
     implementation: Implementation,
     summed: bool = True,
     interpret: Interpreter | None = None,
-) -> Float[Array, "T N"] | Float[Array, "s T N"]:
+) -> Float[Array, "T N"] | Float[Array, "s M N"]:
     """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
 
     Args:
@@ -34,11 +34,12 @@ def fp8_matmul(
         w: e4m3, output features first; N a multiple of 64, K of 128.
         w_scale: float32 scales of 128x128 blocks, the last blocks perhaps partial.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
-        summed: False leaves the parts of K that the kernel sums apart to the reader, who spares a launch.
+        summed: False leaves the parts of K that the kernel sums apart to the reader, and the rows that fill
+            whole tiles: it spares two launches.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        bfloat16; float32 parts [s, T, N] if they are not summed and there are more than one (see ``parts``).
+        bfloat16; if parts are not summed [s, M, N], float32 if there are several, M whole tiles of rows.
 
     Raises:
         ValueError: inputs that the kernel cannot take.
@@ -49,7 +50,9 @@ def fp8_matmul(
     rows = _quantised(x, tile)
     product = _product(implementation, tile, interpret, summed)
     (y,) = product(rows.values, w[None], rows.scale, w_scale[None])
-    return y[:count].astype(jnp.bfloat16) if y.ndim == 2 else y[:, :count]
+    if summed:
+        return y[:count].astype(jnp.bfloat16)
+    return y if y.ndim == 3 else y.astype(jnp.bfloat16)[None]
 
 
 def fp8_mlp(
@@ -74,11 +77,6 @@ def fp8_mlp(
     tile = choose_tile(count, *down.shape)
     (y,) = _product(implementation, tile, interpret)(hidden, down[None], scale, down_scale[None])
     return y[:count].astype(jnp.bfloat16)
-
-
-def parts(rows: int, columns: int, terms: int) -> int:
-    """Parts of K that ``fp8_matmul`` sums apart on a GPU."""
-    return choose_tile(rows, columns, terms).splits
 
 
 def choose_tile(rows: int, columns: int, terms: int) -> Tile:

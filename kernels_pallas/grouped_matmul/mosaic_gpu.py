@@ -7,6 +7,7 @@ tensor cores sum 128 terms, which are scaled while they are added to a float32 s
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -235,7 +236,7 @@ class _Walk:
 
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
-        """The products of a stage that run beside each other: as many as registers hold."""
+        """The products of a stage in groups that run beside each other: registers hold one group's results."""
         blocks = tuple(range(self.sizes.blocks))
         return (blocks,) if self.sizes.tile.rows == WGMMA_ROWS else tuple((b,) for b in blocks)
 
@@ -323,7 +324,7 @@ class _Walk:
             row = (part + i * tile.splits) * ALIGNMENT + wg * WARPS
             rows = pl.ds(first + row, WARPS)
             gate, up = (
-                sum(load(self.parts[0], (s, b, rows, columns), ROW) for s in range(tile.splits))
+                reduce(jnp.add, (load(self.parts[0], (s, b, rows, columns), ROW) for s in range(tile.splits)))
                 for b in range(self.sizes.blocks)
             )
             value, out = _swiglu(gate, up), self.out[0].at[rows, columns]
