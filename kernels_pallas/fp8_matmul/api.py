@@ -95,7 +95,7 @@ def choose_tile(rows: int, columns: int, terms: int) -> Tile:
     widths = [n for n in ((256, 128, 64) if height == 64 else (128, 64)) if columns % n == 0]
     splits = [n for n in range(1, 17) if terms // BLOCK % n == 0]
     width, parts = min(((n, s) for n in widths for s in splits), key=lambda c: cost(*c))
-    return Tile(height, width, splits=parts)
+    return Tile(height, width, stages=None if height == 64 else 4, splits=parts)
 
 
 def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
