@@ -4,8 +4,8 @@
     python -m kernels_pallas.check --dry-run      without a GPU: lowers every case and lists what would run
 
 The floor is the longer of two times: of a case's bytes at the memory's bandwidth, and of its products at the
-tensor cores' rate. Times are medians, with a cold cache, and include every launch of the operation. Hot is the
-time of a call in a chain of calls, beside the clock and the power meanwhile.
+tensor cores' rate. Times are medians, with a cold cache, and include every launch of the operation. Hot is
+the time of a call in a chain of calls, beside the clock and the power meanwhile.
 """
 
 import argparse
