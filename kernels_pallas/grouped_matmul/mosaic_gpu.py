@@ -41,6 +41,7 @@ def grouped_matmul(
     tiles: Tiles,
     *,
     tile: Tile,
+    slots: int | None = None,
     interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """``x @ w[group].T`` for tiles of rows that belong to one group each; SwiGLU of two products if b is 2.
@@ -54,6 +55,8 @@ def grouped_matmul(
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
         tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
+        slots: rows of the results, if all tiles multiply the same rows, the first of x, whose scales x_scale
+            begins with. None: each tile has rows of its own, and M rows are returned.
         tile: how the work is cut. interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -63,7 +66,8 @@ def grouped_matmul(
     Raises:
         ValueError: dtypes and sizes that the tile does not fit.
     """
-    sizes = Sizes(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
+    gated, columns, count = w.shape[1] == 2, w.shape[2], tiles.table.shape[1]
+    sizes = Sizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     of_loader, of_compute = _REGISTERS_OF_PAIRS if sizes.gated and sizes.pair > 1 else _REGISTERS
@@ -157,7 +161,9 @@ class _Walk:
 
         def one_tile(i: jax.Array, _: None) -> None:
             row_tile, column_tile, part = self.place(walker + i * sizes.walkers)
-            group, first = self.table[0, row_tile], pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
+            group, first = self.table[0, row_tile], 0
+            if sizes.slots is None:
+                first = pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
             rows = pl.ds(first + self.half * sizes.block_rows, sizes.block_rows)
             columns = pl.ds(column_tile * tile.columns, tile.columns)
 
@@ -213,7 +219,8 @@ class _Walk:
         _, _, x_scale, w_scale = self.operands
         row_tile, column_tile, part = place
         column = self.share(wg)[1]
-        rows = pl.ds(row_tile * sizes.tile.rows + self.rows_of(wg), WGMMA_ROWS)
+        of_tile = row_tile * sizes.tile.rows if sizes.slots is None else 0
+        rows = pl.ds(of_tile + self.rows_of(wg), WGMMA_ROWS)
         group, of_columns = (
             self.table[0, row_tile],
             lax.div(column_tile * sizes.tile.columns + column, BLOCK),

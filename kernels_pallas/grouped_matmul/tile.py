@@ -51,6 +51,7 @@ class Sizes:
         gated: whether there are two products, gate and up.
         rows, columns, terms: M, N and K.
         tiles: tiles of rows.
+        slots: rows of the results, if all tiles multiply the first rows of x; None: M.
     """
 
     tile: Tile
@@ -60,6 +61,7 @@ class Sizes:
     columns: int
     terms: int
     tiles: int
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         tile = self.tile
@@ -170,7 +172,7 @@ class Sizes:
         if self.tile.splits == 1:
             return ()
         blocks = (self.blocks,) if self.gated else ()
-        shape = (self.tile.splits, *blocks, self.rows, self.columns)
+        shape = (self.tile.splits, *blocks, self.slots or self.rows, self.columns)
         return (jax.ShapeDtypeStruct(shape, jnp.float32),)
 
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -179,7 +181,7 @@ class Sizes:
             return self.parts_type()
         quantised = self.gated and self.fp8
         dtype = jnp.float8_e4m3fn if quantised else jnp.bfloat16
-        values = jax.ShapeDtypeStruct((self.rows, self.columns), dtype)
+        values = jax.ShapeDtypeStruct((self.slots or self.rows, self.columns), dtype)
         if not quantised:
             return (values,)
         return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.tiles * self.tile.rows), jnp.float32)
