@@ -58,21 +58,20 @@ def choose(
         ValueError: inputs that the kernel cannot take.
     """
     tokens, experts = logits.shape
-    laid_out = own is not None and few(tokens)
+    own = own if few(tokens) else None
     if implementation == "xla":
         ids, weights = reference.choose(logits, bias, rule, counted)
-        if laid_out:
+        if own is not None:
             return Choice(ids, weights, None, group_all(ids - own.first, own.count, WGMMA_ROWS))
         return Choice(ids, weights, reference.count(ids, experts))
     check(experts, rule)
     mask = jnp.ones(tokens, jnp.int32) if counted is None else counted.astype(jnp.int32)
-    if laid_out:
-        ids, weights, groups = mosaic_gpu.choose(logits, bias, mask, own, rule=rule, interpret=interpret)
-        return Choice(ids.T[:tokens], weights.T[:tokens], None, groups)
-    rest = (0, -tokens % ROWS)
-    padded, mask = jnp.pad(logits, (rest, (0, 0))), jnp.pad(mask, rest)
-    ids, weights, counts = mosaic_gpu.choose(padded, bias, mask, rule=rule, interpret=interpret)
-    return Choice(ids.T[:tokens], weights.T[:tokens], counts)
+    if own is None:
+        rest = (0, -tokens % ROWS)
+        logits, mask = jnp.pad(logits, (rest, (0, 0))), jnp.pad(mask, rest)
+    ids, weights, out = mosaic_gpu.choose(logits, bias, mask, own, rule=rule, interpret=interpret)
+    counts, groups = (None, out) if isinstance(out, Groups) else (out, None)
+    return Choice(ids.T[:tokens], weights.T[:tokens], counts, groups)
 
 
 def check(experts: int, rule: Rule) -> None:

@@ -94,7 +94,7 @@ def counted(shape: Shape, tokens: int) -> Bool[Array, " T"]:
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's choice for real tokens, rank by rank."""
     own = Own(*shape.own) if shape.own else None
-    ids, weights, out = mosaic_gpu.choose(*inputs, own, rule=shape.rule, interpret=interpret)
+    ids, weights, out = mosaic_gpu.choose(*inputs, own=own, rule=shape.rule, interpret=interpret)
     ids, weights = ids[:, : shape.tokens], weights[:, : shape.tokens]
     if isinstance(out, Groups):
         return ids, weights, *jax.tree.leaves(out)

@@ -33,6 +33,7 @@ from kernels_pallas.router.rule import Rule
 # Integers in place of scores: of an expert already chosen, below all floats; of a group not kept, -inf.
 _TAKEN = -(2**31)
 _DROPPED = -0x7F800001
+_DEFAULT = plgpu.CompilerParams()
 
 
 def choose(
@@ -67,7 +68,7 @@ def choose(
     def spread(x: jax.Array) -> jax.Array:
         return wg.laid_out(per_row(x, width), layout)
 
-    def scored(logits: Ref, rows: pl.Slice, column: pl.Slice) -> jax.Array:
+    def scored(logits: Ref, rows: slice | pl.Slice, column: slice | pl.Slice) -> jax.Array:
         """The logits of a thread block's rows; of fewer tokens than rows the last fills the rest."""
         if tokens == padded:
             return load(logits, (rows, column), layout)
@@ -76,7 +77,7 @@ def choose(
         given = [wg.laid_out(per_column(x, each), layout) for x in given]
         return reduce(lambda rest, t: jnp.where(line == t, given[t], rest), range(tokens - 1), given[-1])
 
-    def choosing(counted: Ref, rows: pl.Slice) -> jax.Array:
+    def choosing(counted: Ref, rows: slice | pl.Slice) -> jax.Array:
         """Whether each row of a thread block chooses."""
         if tokens == padded:
             return load(counted, (rows,), layout.reduce(1)) > 0
@@ -84,8 +85,7 @@ def choose(
         chooses = reduce(jnp.add, [jnp.where(at == t, counted[t], 0) for t in range(tokens)])
         return chooses > 0
 
-    def body(logits: Ref, bias: Ref, counted: Ref, *refs: Ref, **scratch: Ref) -> None:
-        first, *refs = refs if laying else (None, *refs)
+    def body(logits: Ref, bias: Ref, counted: Ref, first: Ref, *refs: Ref, **scratch: Ref) -> None:
         ids, weights, *out = refs
         block = lax.axis_index("block")
         rows = pl.ds(block * each, each)
@@ -129,6 +129,7 @@ def choose(
             for n, c in enumerate(columns[i : i + 4]):
                 counts[block, c] = lax.shift_right_logical(total, 8 * n) & 0xFF
 
+    first = jnp.reshape(jnp.asarray(own.first if own else 0, jnp.int32), 1)
     counts = jax.ShapeDtypeStruct((-(-padded // BLOCK) * BLOCK // ROWS, experts), jnp.int32)
     ids, weights, *out = plgpu.kernel(
         body,
@@ -145,10 +146,10 @@ def choose(
         # Where it lays out rows, too, jax's search for layouts finds none, which lanes need not.
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
-            **({"lowering_semantics": plgpu.LoweringSemantics.Lane} if laying else {}),
+            lowering_semantics=plgpu.LoweringSemantics.Lane if laying else _DEFAULT.lowering_semantics,
         ),
         interpret=interpret,
-    )(logits, bias, counted, *([jnp.reshape(jnp.asarray(own.first, jnp.int32), 1)] if own else []))
+    )(logits, bias, counted, first)
     if not laying:
         return ids, weights, out[0]
     place = out[0].reshape(-1, each)[: rule.chosen, :tokens]
