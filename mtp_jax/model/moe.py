@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.grouped_matmul.layout import Groups
 from mtp_jax.model.narrow import Narrow, expand, index
 
 Way = Literal["dense", "sparse"]
@@ -35,7 +34,7 @@ class Routing:
     ids: Int[Array, "*b k"]
     weights: Float[Array, "*b k"]
     counts: Int[Array, "n E"] | None = None
-    groups: Groups | None = None
+    groups: Any = None
     over: Int[Array, ""] | None = None
 
 
