@@ -53,7 +53,7 @@ class Laying:
         return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
     def scratch(self) -> dict[str, pl.MemoryRef]:
-        """Shared memory: of each pair the chosen expert, it again where it is the first, and its number."""
+        """Shared memory: each pair's expert, the expert again where the pair is its first, and its number."""
         return {name: plgpu.SMEM((self.pairs,), jnp.int32) for name in ("ids", "fresh", "numbers")}
 
     def write(
@@ -61,7 +61,7 @@ class Laying:
     ) -> None:
         """Write places, table and count.
 
-        ids: of each rank the experts that the rows chose, numbered from the first that is laid out.
+        ids: experts that the rows chose, rank by rank, numbered from the first that is laid out.
         """
         place, table, count = out
         pairs, whole, tiles = self.pairs, pl.ds(0, self.pairs), table.shape[1]
