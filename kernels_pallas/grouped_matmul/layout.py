@@ -91,7 +91,7 @@ def few(tokens: int) -> bool:
 def group_all(choices: Int[Array, "T k"], groups: int, rows: int) -> Groups:
     """Slots of all tokens, 8 at most, for each group that a token chose; groups in order, a tile for each.
 
-    A tile multiplies as many rows anyway, and so the tokens' rows need no copy. Ids outside ``[0, groups)``
+    A tile multiplies more rows anyway, and so the tokens' rows need no copy. Ids outside ``[0, groups)``
     get no slot. rows: rows of a tile.
     """
     ids, token = choices.T.reshape(-1), jnp.arange(len(choices), dtype=jnp.int32)

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.grouped_matmul.layout import Groups, Own, few, group_all
+from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import Implementation
 from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.reference import ROWS
@@ -22,12 +23,14 @@ class Choice:
         ids: int32, best first; E, which is no expert, for tokens that do not count.
         weights: float32.
         counts: int32; choices of each expert by each 4 tokens, for whole blocks of 64; rows past the tokens
-            are undefined.
+            are undefined. None with ``groups``.
+        groups: the layout of few tokens' rows by a device's experts.
     """
 
     ids: Int[Array, "T k"]
     weights: Float[Array, "T k"]
-    counts: Int[Array, "b E"]
+    counts: Int[Array, "b E"] | None
+    groups: Groups | None = None
 
 
 def choose(
@@ -35,6 +38,7 @@ def choose(
     bias: Float[Array, " E"],
     rule: Rule,
     counted: Bool[Array, " T"] | None = None,
+    own: Own | None = None,
     *,
     implementation: Implementation,
     interpret: Interpreter | None = None,
@@ -46,6 +50,7 @@ def choose(
         bias: float32; selects, but does not weigh.
         rule: sizes of the choice.
         counted: whether each token chooses; None: all tokens choose.
+        own: a device's experts. The rows of 8 tokens or fewer are laid out by them, for tiles of 64 rows.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -53,15 +58,20 @@ def choose(
         ValueError: inputs that the kernel cannot take.
     """
     tokens, experts = logits.shape
+    own = own if few(tokens) else None
     if implementation == "xla":
         ids, weights = reference.choose(logits, bias, rule, counted)
+        if own is not None:
+            return Choice(ids, weights, None, group_all(ids - own.first, own.count, WGMMA_ROWS))
         return Choice(ids, weights, reference.count(ids, experts))
     check(experts, rule)
-    rest = (0, -tokens % ROWS)
     mask = jnp.ones(tokens, jnp.int32) if counted is None else counted.astype(jnp.int32)
-    padded, mask = jnp.pad(logits, (rest, (0, 0))), jnp.pad(mask, rest)
-    ids, weights, counts = mosaic_gpu.choose(padded, bias, mask, rule=rule, interpret=interpret)
-    return Choice(ids.T[:tokens], weights.T[:tokens], counts)
+    if own is None:
+        rest = (0, -tokens % ROWS)
+        logits, mask = jnp.pad(logits, (rest, (0, 0))), jnp.pad(mask, rest)
+    ids, weights, out = mosaic_gpu.choose(logits, bias, mask, own, rule=rule, interpret=interpret)
+    counts, groups = (None, out) if isinstance(out, Groups) else (out, None)
+    return Choice(ids.T[:tokens], weights.T[:tokens], counts, groups)
 
 
 def check(experts: int, rule: Rule) -> None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from kernels_pallas.checking.case import Case, Inputs, Work
-from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.grouped_matmul.layout import Groups, Own, group_all
+from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.rule import Rule
 
@@ -23,12 +24,14 @@ class Shape:
 
     Attributes:
         idle: one in ``idle`` tokens does not count; 0: all tokens count.
+        own: first and number of the experts by which the rows of all tokens, 8 at most, are laid out.
     """
 
     tokens: int
     experts: int
     rule: Rule
     idle: int = 0
+    own: tuple[int, int] | None = None
 
 
 def shapes() -> dict[str, Shape]:
@@ -42,6 +45,13 @@ def shapes() -> dict[str, Shape]:
         "small-v3": Shape(4, 256, DEEPSEEK_V3),
         "small-384": Shape(4, 384, KIMI_K2),
         "small-512": Shape(4, 512, Rule(chosen=10)),
+        "small-laid-3": Shape(3, 32, Rule(chosen=3), own=(8, 16)),
+        "small-laid-8": Shape(8, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5), idle=3, own=(0, 64)),
+        "v3-1-laid": Shape(1, 256, DEEPSEEK_V3, own=(0, 256)),
+        "v3-4-laid": Shape(4, 256, DEEPSEEK_V3, own=(0, 256)),
+        "v3-4-laid-of8": Shape(4, 256, DEEPSEEK_V3, own=(96, 32)),
+        "v3-8-laid": Shape(8, 256, DEEPSEEK_V3, own=(0, 256)),
+        "one-group-1-laid": Shape(1, 256, Rule(chosen=8, scaling=2.5), own=(0, 256)),
         "v3-64": Shape(64, 256, DEEPSEEK_V3),
         "v3-512": Shape(512, 256, DEEPSEEK_V3),
         "v3-8192": Shape(8192, 256, DEEPSEEK_V3),
@@ -68,7 +78,7 @@ def case(name: str, shape: Shape) -> Case:
 def inputs(shape: Shape, key: jax.Array) -> Inputs:
     """Random logits, many of them equal: the order among equals is part of the result."""
     keys = jax.random.split(key)
-    tokens = -(-shape.tokens // reference.ROWS) * reference.ROWS
+    tokens = shape.tokens if shape.own else -(-shape.tokens // reference.ROWS) * reference.ROWS
     logits = jnp.round(jax.random.normal(keys[0], (tokens, shape.experts)) * 8) / 4
     bias = jnp.round(jax.random.normal(keys[1], (shape.experts,)) * 2) / 8
     return logits, bias, counted(shape, tokens).astype(jnp.int32)
@@ -83,13 +93,20 @@ def counted(shape: Shape, tokens: int) -> Bool[Array, " T"]:
 
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's choice for real tokens, rank by rank."""
-    ids, weights, counts = mosaic_gpu.choose(*inputs, rule=shape.rule, interpret=interpret)
-    return ids[:, : shape.tokens], weights[:, : shape.tokens], counts[: -(-shape.tokens // reference.ROWS)]
+    own = Own(*shape.own) if shape.own else None
+    ids, weights, out = mosaic_gpu.choose(*inputs, own=own, rule=shape.rule, interpret=interpret)
+    ids, weights = ids[:, : shape.tokens], weights[:, : shape.tokens]
+    if isinstance(out, Groups):
+        return ids, weights, *jax.tree.leaves(out)
+    return ids, weights, out[: -(-shape.tokens // reference.ROWS)]
 
 
 def expected(shape: Shape, logits: jax.Array, bias: jax.Array, counted: jax.Array) -> tuple[Array, ...]:
     """The choice in plain jnp."""
     ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule, counted[: shape.tokens] > 0)
+    if shape.own:
+        first, count = shape.own
+        return ids.T, weights.T, *jax.tree.leaves(group_all(ids - first, count, WGMMA_ROWS))
     counts = reference.count(ids, shape.experts)[: -(-shape.tokens // reference.ROWS)]
     return ids.T, weights.T, counts
 

@@ -27,12 +27,14 @@ class Routing:
     """Chosen experts and their weights; ids outside ``[0, E)`` contribute nothing and cost nothing.
 
     ``counts``: choices of each expert per 4 rows, if a kernel chose; other kernels read them.
+    ``groups``: the layout of few rows by expert, if the kernel made it with the choice.
     ``over``: 1 where an all-to-all had no room for all rows, so that they were gathered; else 0, or None.
     """
 
     ids: Int[Array, "*b k"]
     weights: Float[Array, "*b k"]
     counts: Int[Array, "n E"] | None = None
+    groups: Any = None
     over: Int[Array, ""] | None = None
 
 

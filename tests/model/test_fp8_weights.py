@@ -14,7 +14,7 @@ import pytest
 from kernels_pallas.expert_layout import reference as layout_reference
 from kernels_pallas.fp8_matmul import reference as fp8_reference
 from kernels_pallas.grouped_matmul import reference as grouped_reference
-from kernels_pallas.grouped_matmul.layout import Groups
+from kernels_pallas.grouped_matmul.layout import Groups, Own, group_all
 from kernels_pallas.quantised import whole_tiles
 from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
@@ -211,10 +211,10 @@ def calls(monkeypatch) -> list[str]:
     seen: list[str] = []
 
     def replaced(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, tile: Any, interpret: Any, summed: bool = True) -> Any:
+        def run(*args: Any, tile: Any, interpret: Any, summed: bool = True, **options: Any) -> Any:
             del interpret
             seen.append(name)
-            out = reference(*args, tile)
+            out = reference(*args, tile, **options)
             if len(out) == 2:
                 return out
             if summed or tile.splits == 1:
@@ -226,7 +226,8 @@ def calls(monkeypatch) -> list[str]:
 
     fp8 = replaced("fp8", lambda *args: fp8_reference.fp8_matmul(*args[:-1]))
     grouped = replaced(
-        "grouped", lambda *args: grouped_reference.grouped_matmul(*args[:-1], rows=args[-1].rows)
+        "grouped",
+        lambda *args, slots: grouped_reference.grouped_matmul(*args[:-1], rows=args[-1].rows, slots=slots),
     )
     monkeypatch.setattr("kernels_pallas.fp8_matmul.mosaic_gpu.fp8_matmul", fp8)
     monkeypatch.setattr("kernels_pallas.grouped_matmul.mosaic_gpu.grouped_matmul", grouped)
@@ -252,10 +253,14 @@ def calls(monkeypatch) -> list[str]:
     monkeypatch.setattr("kernels_pallas.rms_norm.mosaic_gpu.rms_norm", norm)
     monkeypatch.setattr("kernels_pallas.rms_norm.mosaic_gpu.quantise", heads)
 
-    def choose(logits: Any, bias: Any, counted: Any, *, rule: Any, interpret: Any) -> Any:
+    def choose(
+        logits: Any, bias: Any, counted: Any, own: Own | None = None, *, rule: Any, interpret: Any
+    ) -> Any:
         del interpret
-        seen.append("choose")
+        seen.append("choose" if own is None else "choose and lay out")
         ids, weights = router_reference.choose(logits, bias, rule, counted > 0)
+        if own is not None:
+            return ids.T, weights.T, group_all(ids - own.first, own.count, 64)
         return ids.T, weights.T, router_reference.count(ids, bias.shape[0])
 
     def arrange(ids: Any, *args: Any, experts: int, rows: int, tokens: int, interpret: Any) -> Groups:
@@ -268,8 +273,8 @@ def calls(monkeypatch) -> list[str]:
     return seen
 
 
-def hidden(params: Params, on: Backend) -> np.ndarray:
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, ALIGNED.vocab_size, (4, 5)))
+def hidden(params: Params, on: Backend, slots: int = 4) -> np.ndarray:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, ALIGNED.vocab_size, (4, 5))[:slots])
     return np.asarray(jax.jit(lambda p: trunk.forward(p, ALIGNED, tokens, on))(params), np.float64)
 
 
@@ -294,6 +299,12 @@ def test_kernels_compute_the_same_model(calls, form):
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     assert 0 < distance(got, want) < 0.1  # activations are quantised
+
+
+def test_kernels_of_few_rows_read_them_where_they_lie(calls):
+    got = hidden(aligned(), kernels(), slots=1)
+    assert (calls.count("choose and lay out"), calls.count("arrange"), calls.count("grouped")) == (1, 0, 2)
+    assert 0 < distance(got, plainly()[:1]) < 0.1
 
 
 def test_kernels_on_a_mesh(calls):

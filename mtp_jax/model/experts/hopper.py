@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.grouped_matmul import api as grouped_matmul
+from kernels_pallas.grouped_matmul.layout import Own
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
@@ -34,12 +35,13 @@ class HopperExperts(Experts):
         bias: Float[Array, " E"],
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
+        own: Own | None = None,
     ) -> Routing:
-        """The choice by a kernel that also counts the choices of each expert."""
+        """The choice by a kernel that also counts the choices of each expert, or lays out the rows of few."""
         if "experts" not in self.on.kernels or not can(router.check, logits.shape[1], rule):
             return super().choose_experts(logits, bias, rule, counted)
-        choice = router.choose(logits, bias, rule, counted, implementation="mosaic_gpu")
-        return Routing(choice.ids, choice.weights, choice.counts)
+        choice = router.choose(logits, bias, rule, counted, own, implementation="mosaic_gpu")
+        return Routing(choice.ids, choice.weights, choice.counts, choice.groups)
 
     def operand(self, p: Moe, x: Any) -> Operand:
         """Rows for the experts, in e4m3 if their kernels take it."""
@@ -72,6 +74,7 @@ class HopperExperts(Experts):
             first_scale,
             second_scale,
             counts=r.counts,
+            groups=r.groups,
             first=first,
             shards=shards,
             implementation="mosaic_gpu",

@@ -1,13 +1,14 @@
 """The router and its experts in plain XLA, on one device or in parallel over a mesh."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.grouped_matmul.layout import Own
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import reference as router
 from kernels_pallas.router.rule import Rule
@@ -47,7 +48,7 @@ class Experts:
             if on.mesh is not None:
                 y, r = self._expert_parallel(p, cfg, x, logits, counts)
             else:
-                r = self._choose(cfg, p.bias, logits, counts)
+                r = self._choose(cfg, p.bias, logits, counts, Own(0, p.down.shape[0]))
                 if self.way == "dense":
                     y = moe.dense(p.gate_up, p.down, whole.reshape(-1, whole.shape[-1]), r, on.product)
                 else:
@@ -71,11 +72,13 @@ class Experts:
         bias: Float[Array, " E"],
         logits: Float[Array, "... E"],
         counts: Bool[Array, "B W"] | None,
+        own: Own | None = None,
     ) -> Routing:
         """Sigmoid scores; groups, then experts, chosen by corrected score (arXiv 2412.19437, eqs. 12-16)."""
         with jax.named_scope("moe_route"):
             counted = None if counts is None else counts.reshape(-1)
-            return self.choose_experts(logits.reshape(-1, logits.shape[-1]), bias, rule_of(cfg), counted)
+            flat = logits.reshape(-1, logits.shape[-1])
+            return self.choose_experts(flat, bias, rule_of(cfg), counted, own)
 
     def choose_experts(
         self,
@@ -83,8 +86,13 @@ class Experts:
         bias: Float[Array, " E"],
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
+        own: Own | None = None,
     ) -> Routing:
-        """The experts of each row; a row that does not count has id E, which is no expert."""
+        """The experts of each row; a row that does not count has id E, which is no expert.
+
+        own: this device's experts. A kernel lays out the rows of few tokens by them.
+        """
+        del own  # no kernel multiplies
         return Routing(*router.choose(logits, bias, rule, counted))
 
     def routed(
@@ -143,7 +151,9 @@ class Experts:
         """Run one device's experts over all rows. Choosing for all rows takes less than gathering choices."""
         mine, own = jax.lax.axis_index("data") * logits.shape[0], logits.shape[0]
         x, logits = x.gathered(math.prod(logits.shape[:2])), _gathered(logits)
-        r = self._choose(cfg, p.bias, logits, None if counts is None else _gathered(counts))
+        own_experts = None if p.copies is not None else Own(self._first(p), p.down.shape[0])
+        counted = None if counts is None else _gathered(counts)
+        r = self._choose(cfg, p.bias, logits, counted, own_experts)
         part = self._own_experts(p, x, _in_slots(p, r, 0))
         part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
         r = _shaped(r, part)
@@ -193,11 +203,14 @@ class Experts:
         return part, _shaped(r, part)
 
     def _own_experts(self, p: Moe, x: Operand, r: Routing, shards: int | None = None) -> Float[Array, "T D"]:
-        first = jax.lax.axis_index(("data", "model")) * p.down.shape[0]
-        rows = x.flat()
+        first, rows = self._first(p), x.flat()
         if self.way == "dense" and not isinstance(rows, Quantised):
             return moe.dense(p.gate_up, p.down, rows, Routing(r.ids - first, r.weights), self.on.product)
         return self.routed(p.gate_up, p.down, rows, r, shards or self._mesh.size, first)
+
+    def _first(self, p: Moe) -> Int[Array, ""]:
+        """The number of this device's first expert."""
+        return jax.lax.axis_index(("data", "model")) * p.down.shape[0]
 
     @property
     def _mesh(self) -> Mesh:
@@ -221,7 +234,7 @@ def _in_slots(p: Moe, r: Routing, first: Int[Array, ""] | int) -> Routing:
 
 def _shaped(r: Routing, x: Float[Array, "*b D"]) -> Routing:
     shape = (*x.shape[:-1], r.ids.shape[-1])
-    return replace(r, ids=r.ids.reshape(shape), weights=r.weights.reshape(shape))
+    return Routing(r.ids.reshape(shape), r.weights.reshape(shape), over=r.over)
 
 
 def _gathered(x: jax.Array) -> jax.Array:
