@@ -41,8 +41,8 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
     most = cfg.drafter and cfg.drafter.most_drafts
     if most is not None and config.num_speculative_tokens > most:
         raise ConfigError(
-            f"num_speculative_tokens = {config.num_speculative_tokens}, but a block of this "
-            f"{cfg.drafter and cfg.drafter.name} head has {most} drafts; use {most} or less"
+            f"num_speculative_tokens = {config.num_speculative_tokens}, but the "
+            f"{cfg.drafter and cfg.drafter.name} head makes {most} drafts; use {most} or less"
         )
     layers = cfg.num_nextn_predict_layers
     if config.tree is not None and (most is not None or (cfg.drafter is None and layers != 1)):

@@ -17,23 +17,32 @@ from mtp_jax.decode.keys import TreeShape
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
-from mtp_jax.errors import ConfigError
+from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.head_specs import Medusa
 from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
-from tests import tiny_tokenizer
+from tests import golden, medusa, tiny_tokenizer
 from tests.eagle3 import forward
-from tests.golden import EAGLES, HEADS, expected, model_dir
+from tests.golden import EAGLES, model_dir
 from tests.models import accepted, make_engine, on_mesh, serve
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+HEADS = (*golden.HEADS, "medusa")
 
 
 @cache
 def loaded(variant: str) -> Loaded:
+    if variant == "medusa":
+        return medusa.loaded()
     return load(model_dir(variant), model_dir(variant, "draft"), dtype="float32")
+
+
+def expected(variant: str, of: str = "expected") -> dict[str, np.ndarray]:
+    """The oracle's numbers; of Medusa heads numbers computed here, without an engine."""
+    return medusa.expected() if variant == "medusa" else golden.expected(variant, of)
 
 
 def depths(variant: str) -> list[int]:
@@ -260,7 +269,11 @@ def test_a_grammar_leaves_the_tokens_of_no_drafts(tmp_path: Path, variant: str):
 def test_a_head_of_nan_costs_drafts_and_no_request(variant: str):
     found = loaded(variant)
     assert found.params.drafter is not None
-    broken = replace(found.params.drafter, norm=jnp.full_like(found.params.drafter.norm, jnp.nan))
+    head = found.params.drafter
+    if isinstance(head, Medusa):
+        broken = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), head)
+    else:
+        broken = replace(head, norm=jnp.full_like(head.norm, jnp.nan))
     engine = make_engine(replace(found.params, drafter=broken), found.config, num_speculative_tokens=3)
     requests = serve(engine, crowd(variant, 26))
     plain = serve(
@@ -271,6 +284,10 @@ def test_a_head_of_nan_costs_drafts_and_no_request(variant: str):
     assert kept(requests) < 0.1 * engine.stats().draft_tokens
 
 
-def test_a_block_has_no_more_drafts():
-    with pytest.raises(ConfigError, match="a block of this DFlash head has 4 drafts; use 4 or less"):
+def test_a_head_makes_no_more_drafts():
+    with pytest.raises(RequestError, match="5 drafts; the DSpark head makes 4 at most"):
+        propose(engine_of("dspark", max_num_seqs=1), [5], 5)
+    with pytest.raises(ConfigError, match="the Medusa head makes 4 drafts; use 4 or less"):
+        engine_of("medusa", num_speculative_tokens=5)
+    with pytest.raises(ConfigError, match="the DFlash head makes 4 drafts; use 4 or less"):
         engine_of("dflash", num_speculative_tokens=5)
