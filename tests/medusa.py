@@ -96,7 +96,7 @@ class Text:
             self.ids.append(int(scores[-1].argmax()))
         self.tokens, self.logits = tokens, logits(hidden)
 
-    def accepted(self, ways: Sequence[tuple[int, ...]]) -> list[int]:
+    def accepted(self, ways: Sequence[Sequence[int]]) -> list[int]:
         """Accepted drafts of every step in which these ways of ranks are drafted."""
         at, counts, ranked = self.begin, list[int](), np.argsort(-self.logits, axis=-1)
         while at < self.begin + self.tokens - 1:

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Trees = Literal["grown", "given"]
+"""Trees whose nodes are the best of all that a drafter finds, or a tree of nodes that the user names."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,12 @@ class HeadConfig:
 
     @property
     def most_drafts(self) -> int | None:
-        """The most drafts of a pass; None: any number, by recursion."""
+        """The most drafts of a chain; None: any number, by recursion."""
+        return None
+
+    @property
+    def trees(self) -> Trees | None:
+        """The trees that it can make."""
         return None
 
 

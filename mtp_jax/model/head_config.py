@@ -6,7 +6,7 @@ from typing import Literal
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.config_parts import HeadConfig
+from mtp_jax.model.config_parts import HeadConfig, Trees
 
 Captures = Literal["outputs", "inputs"]
 """A list of taps in a draft head's config.json counts outputs of layers, or their inputs."""
@@ -41,6 +41,11 @@ class Eagle3Config(HeadConfig):
     def sizes(self) -> ModelConfig:
         """Its layer."""
         return self.layer
+
+    @property
+    def trees(self) -> Trees:
+        """One pass after the other grows them."""
+        return "grown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +121,11 @@ class MedusaConfig(HeadConfig):
     def most_drafts(self) -> int:
         """One draft per head."""
         return self.heads
+
+    @property
+    def trees(self) -> Trees:
+        """A draft's head knows nothing of its parent."""
+        return "given"
 
 
 Head = Eagle3Config | BlockConfig | MedusaConfig

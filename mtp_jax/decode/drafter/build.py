@@ -18,7 +18,7 @@ from mtp_jax.model.nextn import NextNLayers
 def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None) -> Drafter:
     """The model's drafter: its head, its NextN layers, or none.
 
-    suffix: put ``Suffix`` in front of it. tree: trees that it grows; None: chains.
+    suffix: put ``Suffix`` in front of it. tree: the trees that it makes; None: chains.
     """
     own: Drafter = Nothing(cfg.vocab_size)
     if isinstance(cfg.drafter, Eagle3Config):
@@ -26,7 +26,7 @@ def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None)
     elif isinstance(cfg.drafter, BlockConfig):
         own = Block(Blocks(cfg))
     elif isinstance(cfg.drafter, MedusaConfig):
-        own = Medusa(MedusaHeads(cfg))
+        own = Medusa(MedusaHeads(cfg), tree)
     elif cfg.num_nextn_predict_layers:
         own = Recursive(NextNLayers(cfg), tree)
     return Suffix(own) if suffix else own

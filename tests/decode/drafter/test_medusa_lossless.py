@@ -6,6 +6,7 @@ import pytest
 
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.medusa import Medusa
+from mtp_jax.decode.keys import TreeShape
 from mtp_jax.model.head_config import MedusaConfig
 from mtp_jax.model.medusa import MedusaHeads
 from tests.decode.helpers import leaking
@@ -25,6 +26,11 @@ TARGET = replace(CFG.with_nextn(()), drafter=MedusaConfig(heads=DEPTH))
 def test_lossless(verifier: str, grammar: bool):
     assert build(TARGET) == Medusa(MedusaHeads(TARGET))
     assert min(p_values(build(TARGET), TARGET, verifier, grammar)) > 1e-4
+
+
+def test_a_tree_is_lossless():
+    """Rows that draw, with 0 to 3 nodes each."""
+    assert min(p_values(build(TARGET, tree=TreeShape.of("[[0], [1], [0, 0]]")), TARGET, "coupled")) > 1e-4
 
 
 def test_a_law_that_is_not_renormalised_shows():
