@@ -4,7 +4,8 @@
     python -m kernels_pallas.check --dry-run      without a GPU: lowers every case and lists what would run
 
 The floor is the longer of two times: of a case's bytes at the memory's bandwidth, and of its products at the
-tensor cores' rate. Times are medians, with a cold cache, and include every launch of the operation.
+tensor cores' rate. Times are medians, with a cold cache, and include every launch of the operation. Hot is
+the time of a call in a chain of calls, beside the clock and the power meanwhile.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from kernels_pallas.checking.case import Case, External, UnavailableError
 from kernels_pallas.checking.device import RATES, Rates, rates
 from kernels_pallas.checking.lower import lower
 from kernels_pallas.checking.registry import cases
-from kernels_pallas.checking.timing import external_seconds, seconds
+from kernels_pallas.checking.timing import external_seconds, hot, seconds
 from kernels_pallas.checking.verify import distance, verify
 
 NEEDS_GPU = "the kernels need an NVIDIA GPU of the Hopper generation ({}); found {}. Without one: --dry-run"
@@ -35,6 +36,9 @@ class Findings(TypedDict, total=False):
     faults: Required[list[str]]
     distance: float
     us: float
+    hot_us: float
+    mhz: float
+    watts: float
     floor_us: float
     tflops: float
     gbs: float
@@ -142,13 +146,18 @@ def timing(case: Case, peak: Rates, key: jax.Array, found: Findings, *, baseline
     """Time a case and its baselines, record the findings, and complete the case's line."""
     inputs = jax.jit(case.inputs)(key)
     time, floor = seconds(case.kernel, inputs), peak.floor(case.work)
-    found["us"], found["floor_us"] = time * 1e6, floor * 1e6
+    again = hot(case.kernel, inputs)
+    found["us"], found["floor_us"], found["hot_us"] = time * 1e6, floor * 1e6, again.seconds * 1e6
     print(f"  {microseconds(time):>12}", end="")
     if time > 0:
         tflops, gbs = case.work.flops / time / 1e12, case.work.bytes / time / 1e9
         found["tflops"], found["gbs"] = tflops, gbs
         print(f" {tflops:6.1f} TFLOP/s {gbs:7.0f} GB/s", end="")
         print(f"  floor / time {floor / time:4.0%}", end="")
+    print(f"; hot {microseconds(again.seconds)}", end="")
+    if again.clock:
+        found["mhz"], found["watts"] = again.clock
+        print(f" at {again.clock[0]:.0f} MHz, {again.clock[1]:.0f} W", end="")
     if baselines:
         found["baselines"] = {name: baseline(case, name, inputs) for name in case.baselines}
         print("".join(f"; {name} {text}" for name, text in found["baselines"].items()), end="")

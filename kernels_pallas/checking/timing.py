@@ -1,8 +1,13 @@
-"""Time of an operation on the device, launches included, with none of its inputs in the cache."""
+"""Times of an operation on the device, launches included: with a cold cache, and one call after the other."""
 
+import math
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 
 import jax
@@ -15,6 +20,15 @@ from kernels_pallas.checking.case import Inputs, Operation
 # Calls per measurement: one launch of a program costs the host more than a small kernel takes.
 CALLS = 10
 MEASUREMENTS = 7
+# Lengths of the chains whose difference is the time of hot calls: 400 calls of 2 us are 40 times what the
+# host's clock is off by.
+CHAINS = 40, 440
+# Seconds for which calls run while the clock is read; nvidia-smi takes a tenth of one to start.
+BUSY = 0.5
+# The parts of a program that XLA makes one graph: loops, too, which it leaves out by itself.
+GRAPHS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+}
 # The number of float32 values with twice the bytes of an H200's second-level cache.
 FLUSH = (2 * 50 * 2**20) // 4
 
@@ -24,6 +38,57 @@ def seconds(function: Operation, inputs: Inputs) -> float:
     flush = jnp.zeros(FLUSH, jnp.float32)
     both, alone = jax.jit(repeated(function)), jax.jit(repeated(_nothing))
     return (median(both, inputs, flush) - median(alone, inputs, flush)) / CALLS
+
+
+@dataclass(frozen=True)
+class Hot:
+    """An operation called again and again, its inputs where the call before left them.
+
+    Attributes:
+        seconds: of one call.
+        clock: MHz of the multiprocessors meanwhile, and watts; None where nvidia-smi does not say.
+    """
+
+    seconds: float
+    clock: tuple[float, float] | None
+
+
+def hot(function: Operation, inputs: Inputs) -> Hot:
+    """Measure a call as the difference of two chains of calls, each chain one graph of launches."""
+    few, many = (
+        jax.jit(partial(chained, function, calls), compiler_options=GRAPHS).lower(inputs).compile()
+        for calls in CHAINS
+    )
+    times = median(few, inputs), median(many, inputs)
+    running = [many(inputs) for _ in range(math.ceil(BUSY / times[1]))]
+    clock = _clock()
+    jax.block_until_ready(running)
+    return Hot((times[1] - times[0]) / (CHAINS[1] - CHAINS[0]), clock)
+
+
+def chained(function: Operation, calls: int, inputs: Inputs) -> jax.Array:
+    """A program of that number of calls, each of which waits for the call before."""
+
+    def call(_: jax.Array, seen: jax.Array) -> jax.Array:
+        given, seen = lax.optimization_barrier((inputs, seen))
+        first = jax.tree.leaves(lax.optimization_barrier(function(*given)))[0]
+        return seen + first.reshape(-1)[0].astype(jnp.float32) * 0
+
+    return lax.fori_loop(0, calls, call, jnp.float32(0))
+
+
+def _clock() -> tuple[float, float] | None:
+    """MHz and watts of the first GPU now."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    ask = [tool, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.splitlines()
+    try:
+        megahertz, watts = map(float, said[0].split(","))
+    except (IndexError, ValueError):
+        return None
+    return megahertz, watts
 
 
 def external_seconds(call: Callable[[], object]) -> float:

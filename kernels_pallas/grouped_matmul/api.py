@@ -128,7 +128,7 @@ def choose_tile(rows_per_group: int, columns: int) -> Tile:
     """Choose the tile of a product whose groups have ``rows_per_group`` rows on average."""
     if rows_per_group > WGMMA_ROWS:
         return Tile(2 * WGMMA_ROWS, BLOCK, stages=4)
-    return Tile(WGMMA_ROWS, 256 if columns % 256 == 0 else BLOCK, stages=4)
+    return Tile(WGMMA_ROWS, 256 if columns % 256 == 0 else BLOCK)
 
 
 def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int) -> Tile:
@@ -140,8 +140,7 @@ def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int
         return Tile(2 * WGMMA_ROWS, BLOCK, stages=4)
     tiles, steps = groups * (columns // BLOCK), terms // BLOCK
     splits = [n for n in range(2, CLUSTER + 1) if steps % n == 0 and tiles * n <= PROCESSORS]
-    best = max(splits, default=1)
-    return Tile(WGMMA_ROWS, BLOCK, stages=5 if best == 1 else 4, splits=best)
+    return Tile(WGMMA_ROWS, BLOCK, splits=max(splits, default=1))
 
 
 def check(x: Described | Quantised, w: Described, w_scale: Described | None) -> None:

@@ -7,6 +7,7 @@ tensor cores sum 128 terms, which are scaled while they are added to a float32 s
 """
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
@@ -140,9 +141,9 @@ class _Walk:
 
             def step(k: jax.Array, _: None) -> None:
                 filled = i * sizes.steps + k
-                slot = lax.rem(filled, tile.stages)
+                slot = lax.rem(filled, sizes.stages)
                 terms = pl.ds((part * sizes.steps + k) * sizes.stage_terms, sizes.stage_terms)
-                pl.when(filled >= tile.stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
+                pl.when(filled >= sizes.stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
                 plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
                 for b in range(sizes.blocks):
                     weights = w.at[group, b, columns, terms]
@@ -151,11 +152,11 @@ class _Walk:
             lax.fori_loop(0, sizes.steps, step, None)
 
         def drain(filled: jax.Array, _: None) -> None:
-            plgpu.barrier_wait(s["free"].at[lax.rem(filled, tile.stages)])
+            plgpu.barrier_wait(s["free"].at[lax.rem(filled, sizes.stages)])
 
         lax.fori_loop(0, mine, one_tile, None)
         # No warpgroup may leave while another still arrives at a barrier.
-        lax.fori_loop(jnp.maximum(mine * sizes.steps - tile.stages, 0), mine * sizes.steps, drain, None)
+        lax.fori_loop(jnp.maximum(mine * sizes.steps - sizes.stages, 0), mine * sizes.steps, drain, None)
 
     def compute(self, wg: jax.Array, block: jax.Array, mine: jax.Array) -> None:
         """Multiply, finish and store every tile."""
@@ -195,7 +196,7 @@ class _Walk:
 
         def step(k: jax.Array, carry: _Sums) -> _Sums:
             sums, (of_rows, *of_weights) = carry
-            slot = lax.rem(i * sizes.steps + k, sizes.tile.stages)
+            slot = lax.rem(i * sizes.steps + k, sizes.stages)
             ahead = scales(jnp.minimum(k + 1, sizes.steps - 1))  # loaded during a step
             plgpu.barrier_wait(s["full"].at[slot])
             new = []
@@ -219,7 +220,7 @@ class _Walk:
 
         def over_k(*accs: Ref) -> tuple[jax.Array, ...]:
             def step(k: jax.Array, _: None) -> None:
-                slot = lax.rem(i * sizes.steps + k, sizes.tile.stages)
+                slot = lax.rem(i * sizes.steps + k, sizes.stages)
                 plgpu.barrier_wait(s["full"].at[slot])
                 for b, acc in enumerate(accs):
                     self.multiply(acc, slot, b, wg)
@@ -235,7 +236,7 @@ class _Walk:
 
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:
-        """The products of a stage that run beside each other: as many as registers hold."""
+        """The products of a stage in groups that run side by side: registers hold one group's results."""
         blocks = tuple(range(self.sizes.blocks))
         return (blocks,) if self.sizes.tile.rows == WGMMA_ROWS else tuple((b,) for b in blocks)
 
@@ -323,7 +324,7 @@ class _Walk:
             row = (part + i * tile.splits) * ALIGNMENT + wg * WARPS
             rows = pl.ds(first + row, WARPS)
             gate, up = (
-                sum(load(self.parts[0], (s, b, rows, columns), ROW) for s in range(tile.splits))
+                reduce(jnp.add, (load(self.parts[0], (s, b, rows, columns), ROW) for s in range(tile.splits)))
                 for b in range(self.sizes.blocks)
             )
             value, out = _swiglu(gate, up), self.out[0].at[rows, columns]

@@ -12,6 +12,8 @@ from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
 from kernels_pallas.quantised import BLOCK
 
 COMPUTE = 2  # computing warpgroups
+RING = 224 * 2**10
+"""Bytes of the ring and of staged results: a thread block's 227 KiB on Hopper less barriers and scales."""
 CLUSTER = 8
 """Most thread blocks of a cluster on every GPU of the Hopper generation (CUDA C++ Programming Guide)."""
 
@@ -22,7 +24,8 @@ class Tile:
     rows: rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both have
         all rows and half of the columns, for groups of few rows.
     columns: output columns per tile; in a gated product columns of gate, and of up.
-    stages: depth of the ring of operands in shared memory.
+    stages: depth of the ring of operands in shared memory; None: the most that it holds, so that a
+        product of few rows waits for memory as little as it can.
     splits: parts of K that are summed apart, for outputs too small to fill the GPU. In a gated product the
         thread blocks of a cluster have one each.
     thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors. The parts of a gated
@@ -31,7 +34,7 @@ class Tile:
 
     rows: int
     columns: int
-    stages: int = 4
+    stages: int | None = None
     splits: int = 1
     thread_blocks: int = 132
 
@@ -95,6 +98,15 @@ class Sizes:
         return self.terms // self.stage_terms // self.tile.splits
 
     @property
+    def stages(self) -> int:
+        """Depth of the ring."""
+        if self.tile.stages:
+            return self.tile.stages
+        operands = (self.tile.rows + self.blocks * self.tile.columns) * SWIZZLE
+        staged = COMPUTE * WGMMA_ROWS * self.width * jnp.dtype(self.staged_dtype).itemsize
+        return (RING - staged) // operands
+
+    @property
     def column_tiles(self) -> int:
         """Tiles side by side."""
         return self.columns // self.tile.columns
@@ -144,11 +156,11 @@ class Sizes:
         """Shared memory and barriers of a thread block."""
         tile = self.tile
         scratch = {
-            "xs": _operand((tile.stages, tile.rows, self.stage_terms), self.dtype),
-            "ws": _operand((tile.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
+            "xs": _operand((self.stages, tile.rows, self.stage_terms), self.dtype),
+            "ws": _operand((self.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
             "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.staged_dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=tile.stages),
-            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tile.stages),
+            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=self.stages),
+            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.stages),
         }
         if self.cluster > 1:
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)

@@ -13,8 +13,8 @@ from kernels_pallas.rms_norm import api as norms
 
 
 def mla_low_rank(
-    q: Float[Array, "*s B W K"],
-    kv: Float[Array, "*u B W c"],
+    q: Float[Array, "s M K"],
+    kv: Float[Array, "u N c"],
     q_norm: Float[Array, " K"],
     kv_norm: Float[Array, " C"],
     angles: tuple[Float[Array, "B W r"], Float[Array, "B W r"]],
@@ -32,7 +32,8 @@ def mla_low_rank(
     arXiv 2405.04434, eqs. 9 to 15, without the products.
 
     Args:
-        q: result of the queries' low-rank projection, or the float32 parts of it to be summed.
+        q: result of the queries' low-rank projection, or the float32 parts of it to be summed, of the B * W
+            tokens; later rows are not read.
         kv: likewise the rows [latent | key], C + R with R = 2r.
         q_norm: weight of q's norm.
         kv_norm: weight of the latents' norm.
@@ -56,16 +57,19 @@ def mla_low_rank(
     """
     slots, window = positions.shape
     tokens = slots * window
-    flat = q.reshape(-1, tokens, q.shape[-1]), kv.reshape(-1, tokens, kv.shape[-1]), q_norm, kv_norm
     cos, sin = (x.reshape(tokens, -1) for x in angles)
-    given, where = (*flat, (cos, sin)), (page_table, positions.reshape(-1))
+    given, where = (q_norm, kv_norm, (cos, sin)), (page_table, positions.reshape(-1))
     options: dict[str, Any] = {"eps": eps, "interleaved": interleaved}
     if implementation == "xla":
-        values, scale, out = reference.mla_low_rank(*given, pages, *where, **options)
+        values, scale, out = reference.mla_low_rank(
+            q[:, :tokens], kv[:, :tokens], *given, pages, *where, **options
+        )
     else:
         check(q, kv, kv_norm, pages)
         here = pages if mosaic_gpu.CAN_REUSE else None
-        values, scale, out = mosaic_gpu.mla_low_rank(*given, here, *where, **options, interpret=interpret)
+        values, scale, out = mosaic_gpu.mla_low_rank(
+            q, kv, *given, here, *where, **options, interpret=interpret
+        )
         if pages is not None and here is None:
             out = reference.write(out, pages, *where)
     low = Quantised(values.reshape(values.shape[0], -1), scale)

@@ -1,5 +1,6 @@
 """The shapes mla_low_rank is checked, compiled and timed at."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ class Shape:
         columns: pages per slot.
         written: whether rows go to the cache; otherwise they are returned.
         interleaved: whether pairs of the key's dimensions are neighbours.
+        rows: rows of the projections' results, of which the tokens' come first; None: one for each token.
     """
 
     window: int
@@ -38,18 +40,19 @@ class Shape:
     columns: int = 1
     written: bool = True
     interleaved: bool = True
+    rows: int | None = None
 
 
 def shapes() -> dict[str, Shape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     return {
         "small-page-edges": Shape(3, (0, 6, -1, 15), 2, 3, q_rank=512, page=8, columns=2),
-        "small-halves": Shape(1, (3, -1, 5), q_rank=1024, page=4, columns=2, interleaved=False),
+        "small-halves": Shape(1, (3, -1, 5), q_rank=1024, page=4, columns=2, interleaved=False, rows=8),
         "small-rows": Shape(2, (0, -1), 1, 2, q_rank=512, written=False),
         # DeepSeek-V3's dimensions: steps of 128 slots, of 16 and of 1; a chunk of a prompt; unwritten rows.
         "window4-batch128": Shape(4, (32,) * 128, 2, 7),
         "window4-batch16": Shape(4, (32,) * 16, 8, 14),
-        "window1-batch1": Shape(1, (32,), 8, 14),
+        "window1-batch1": Shape(1, (32,), 8, 14, rows=64),
         "chunk4k": Shape(4096, (0,), columns=64),
         "window4-batch128-rows": Shape(4, (32,) * 128, 2, 7, written=False),
     }
@@ -82,8 +85,8 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     tokens = (slots, shape.window)
 
     def projected(key: jax.Array, parts: int, width: int) -> jax.Array:
-        dtype = jnp.float32 if parts else jnp.bfloat16
-        return jax.random.normal(key, (*((parts,) if parts else ()), *tokens, width), dtype)
+        dtype, rows = jnp.float32 if parts else jnp.bfloat16, shape.rows or math.prod(tokens)
+        return jax.random.normal(key, (max(parts, 1), rows, width), dtype)
 
     def weight(key: jax.Array, width: int) -> jax.Array:
         return jax.random.uniform(key, (width,), jnp.bfloat16, 0.5, 1.5)

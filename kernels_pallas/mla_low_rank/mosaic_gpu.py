@@ -29,8 +29,8 @@ _LATENTS = RANK // PAIRS
 
 
 def mla_low_rank(
-    q: Float[Array, "s T K"],
-    kv: Float[Array, "u T 576"],
+    q: Float[Array, "s M K"],
+    kv: Float[Array, "u N 576"],
     q_norm: Float[Array, " K"],
     kv_norm: Float[Array, " 512"],
     angles: tuple[Float[Array, "T 32"], Float[Array, "T 32"]],
@@ -45,7 +45,7 @@ def mla_low_rank(
     """Queries' low rank normed, in e4m3; rows [normed latent | rotated key] of the cache.
 
     Args:
-        q: bfloat16 or float32 parts to be summed; K is a multiple of 512.
+        q: bfloat16 or float32 parts to be summed; K is a multiple of 512. Rows past T are not read.
         kv: likewise, latents first.
         q_norm: weight of q's norm, any float type.
         kv_norm: weight of the latents' norm.
@@ -61,7 +61,7 @@ def mla_low_rank(
         e4m3 values [M, K / 128, 128] and float32 scales [K / 128, M] as `rms_norm` gives them; and the pages,
         or rows [T, 576] in bfloat16.
     """
-    _, tokens, width = q.shape
+    tokens, width = positions.shape[0], q.shape[2]
     window = tokens // page_table.shape[0]
 
     def body(

@@ -34,10 +34,11 @@ class Normed:
 
 
 def rms_norm(
-    addends: Sequence[Float[Array, "... T D"]],
+    addends: Sequence[Float[Array, "... _ D"]],
     weight: Float[Array, " D"],
     eps: float,
     *,
+    rows: int | None = None,
     total: bool = False,
     plain: bool = False,
     quantised: bool = True,
@@ -47,9 +48,11 @@ def rms_norm(
     """Root-mean-square normalisation of a sum in float32 (arXiv 1910.07467), in one launch.
 
     Args:
-        addends: bfloat16 arrays; or the float32 parts that a product leaves to be summed.
+        addends: bfloat16 arrays; or the float32 parts that a product leaves to be summed. Rows past T are
+            not read.
         weight: any float type.
         eps: added to the mean square.
+        rows: T; None: the number of the first addend's rows.
         total: whether to return the sum in bfloat16.
         plain: whether to return the result in bfloat16.
         quantised: whether to return it in e4m3 with a scale per 1x128 block, as products take it.
@@ -59,17 +62,19 @@ def rms_norm(
     Raises:
         ValueError: inputs that the kernel cannot take.
     """
-    rows, width = addends[0].shape[-2:]
+    width = addends[0].shape[-1]
+    rows = rows or addends[0].shape[-2]
     for x in addends:
         check(width, x.dtype)
     if not (plain or quantised):
         raise ValueError("rms_norm: neither plain nor quantised rows are wanted; ask for one of them")
-    given = [x.reshape(-1, rows, width // BLOCK, BLOCK) for x in addends], weight.reshape(-1, BLOCK)
+    each = [x.reshape(-1, x.shape[-2], width // BLOCK, BLOCK) for x in addends]
+    weight = weight.reshape(-1, BLOCK)
     wanted: dict[str, Any] = {"eps": eps, "total": total, "plain": plain, "quantised": quantised}
     if implementation == "mosaic_gpu":
-        out = list(mosaic_gpu.rms_norm(*given, **wanted, interpret=interpret))
+        out = list(mosaic_gpu.rms_norm(each, weight, rows=rows, **wanted, interpret=interpret))
     else:
-        out = list(reference.rms_norm(*given, **wanted))
+        out = list(reference.rms_norm([x[:, :rows] for x in each], weight, **wanted))
     x = out.pop(0).reshape(rows, width) if total else None
     result = out.pop(0).reshape(rows, width).astype(jnp.bfloat16) if plain else None
     return Normed(x, result, _quantised(*out) if quantised else None)

@@ -25,9 +25,10 @@ _CHUNK = 32
 
 
 def rms_norm(
-    addends: Sequence[Float[Array, "_ T k 128"]],
+    addends: Sequence[Float[Array, "_ _ k 128"]],
     weight: Float[Array, "k 128"],
     *,
+    rows: int,
     eps: float,
     total: bool,
     plain: bool,
@@ -38,8 +39,9 @@ def rms_norm(
 
     Args:
         addends: bfloat16 or float32, blocks of 128; their number k is a multiple of 4. The s rows of each
-            array are summed, and the sums of all arrays.
+            array are summed, and the sums of all arrays. Rows past T are not read.
         weight: any float type.
+        rows: T.
         eps: added to the mean square.
         total: whether to return the sum in bfloat16. plain: whether the result is wanted in bfloat16.
         quantised: whether it is wanted in e4m3.
@@ -51,7 +53,7 @@ def rms_norm(
         written.
     """
     count = len(addends)
-    rows, blocks, _ = addends[0].shape[1:]
+    blocks = addends[0].shape[2]
 
     def body(*refs: Ref) -> None:
         row, out = lax.axis_index("row"), list(refs[count + 1 :])

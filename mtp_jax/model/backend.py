@@ -46,6 +46,7 @@ from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.hopper import PARTS, HopperProducts
 from mtp_jax.model.products.plain import Products, Readers, Rows, Stream
+from mtp_jax.model.products.stream import Parts
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.stack import alike, parts, stacked
 
@@ -167,8 +168,10 @@ class Backend:
         """The output projection (eq. 19)."""
         o = p.attention.o.reshape(cfg.hidden_size, -1)
         absorbed = all(v.form == "absorbed" for v in views) if views else self.latent.form == "absorbed"
-        out = self.products.linear(self.products.joined(context, o, absorbed), o, split="in", summed=False)
-        return self.products.add(x, constrain(out, self.mesh, *(None,) * (out.ndim - 3), "slots", None, None))
+        out = self.products.result(self.products.joined(context, o, absorbed), o, split="in")
+        return self.products.add(
+            x, out if isinstance(out, Parts) else constrain(out, self.mesh, "slots", None, None)
+        )
 
     def feed_forward(
         self, p: Layer, cfg: ModelConfig, x: Stream, counts: Bool[Array, "B W"] | None

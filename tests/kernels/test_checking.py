@@ -113,7 +113,7 @@ def test_an_unknown_pattern_is_an_error(capsys):
 def test_a_dry_run_lowers_and_lists(capsys):
     assert check.main(["--dry-run", "mla_decode/heads8-window1-batch1-1k"]) == 0
     out = capsys.readouterr().out
-    assert "1 kernel  against xla" in out
+    assert "2 kernels  against xla" in out
     assert re.search(r"1 of 1 cases lower for CUDA, in \d+ s; none has been run", out)
 
 
@@ -135,13 +135,16 @@ def test_the_command_verifies_and_times(capsys, monkeypatch):
     monkeypatch.setattr(check, "cases", lambda *_: (right, wrong))
     monkeypatch.setattr(check, "rates", lambda kind: RATES["H200"])
     monkeypatch.setattr(timing, "FLUSH", 16)
+    monkeypatch.setattr(timing, "BUSY", 0)
+    monkeypatch.setattr(timing, "_clock", lambda: (1980.0, 350.4))
     assert check.main(["--seed", "1"]) == 1
     first, second, third, fourth = capsys.readouterr().out.splitlines()
     assert "seed 1" in first
     # On a CPU the difference of the two timed programs may be nothing or less.
     timed = r"( +[\d.]+ us +[\d.]+ TFLOP/s +\d+ GB/s  floor / time +\d+%| +too short to tell)"
+    hot = r"; hot ([\d.]+ us|too short to tell) at 1980 MHz, 350 W"
     itself = r"; itself ([\d.]+ us|too short to tell); cudnn unavail.*needs cuDNN"
-    assert re.search(rf"distance 0.0e\+00{timed}{itself}", second)
+    assert re.search(rf"distance 0.0e\+00{timed}{hot}{itself}", second)
     assert third.split() == ["test/small-wrong", "distance", "5.0e-01", "WRONG"]
     assert fourth == (
         "test/small-wrong: relative distance 5.00e-01 from the reference, at most 1e-02; "
@@ -161,10 +164,11 @@ def test_a_case_that_cannot_be_timed_does_not_hide_the_others(capsys, monkeypatc
     monkeypatch.setattr(check, "cases", lambda *_, found=tuple(named): found)
     monkeypatch.setattr(check, "rates", lambda kind: RATES["H200"])
     monkeypatch.setattr(check, "seconds", seconds)
+    monkeypatch.setattr(check, "hot", lambda *_: timing.Hot(3e-6, None))
     assert check.main(["--seed", "1"]) == 1
     _, first, second, fault = capsys.readouterr().out.splitlines()
     assert re.search(r"test/first +distance 0.0e\+00  NOT TIMED$", first)
-    assert re.search(r"test/second +distance 0.0e\+00   *too short to tell$", second)
+    assert re.search(r"test/second +distance 0.0e\+00   *too short to tell; hot 3.0 us$", second)
     assert fault == "test/first: RuntimeError: out of memory"
 
 

@@ -23,7 +23,8 @@ def exact(q, kv, q_norm, kv_norm, angles, pages, page_table, positions, *, eps, 
     def normed(x, weight):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
 
-    q, kv = (np.asarray(x, np.float64).reshape(-1, *x.shape[-3:]).sum(0) for x in (q, kv))
+    sums = (np.asarray(x, np.float64).sum(0)[: positions.size] for x in (q, kv))
+    q, kv = (x.reshape(*positions.shape, -1) for x in sums)
     key, (cos, sin) = kv[..., RANK:], (np.asarray(x, np.float64) for x in angles)
     pairs = key[..., ::2] + 1j * key[..., 1::2] if interleaved else key[..., :PAIRS] + 1j * key[..., PAIRS:]
     pairs = pairs * (cos + 1j * sin)

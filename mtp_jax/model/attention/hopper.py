@@ -25,7 +25,7 @@ from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.hopper import HopperProducts, can
 from mtp_jax.model.products.plain import Reader, Readers
-from mtp_jax.model.products.stream import summed
+from mtp_jax.model.products.stream import Parts, parts, summed
 from mtp_jax.model.sharding import partition, sharded
 from mtp_jax.model.visible import Window
 
@@ -55,12 +55,13 @@ class HopperLatent(Latent):
         if a.indexer is not None:
             return super().project(a, cfg, x, angles, cache, views)
         on = self.on
-        q = None if a.q_a is None else on.linear(x, a.q_a, summed=False)
-        kv, reader = on.linear(x, a.kv_a, summed=False), Reader(a.q_b, "out")
+        q = None if a.q_a is None else on.result(x, a.q_a)
+        kv, reader = on.result(x, a.kv_a), Reader(a.q_b, "out")
         # A launch writes the rows of one part.
         one = len(views) == 1 and views[0].packing is None and on.takes(reader, e4m3.dtype_of(x))
-        if one and q is not None and isinstance(cache, LayerCache) and self._norms_low_rank(q, kv, a, cache):
-            low, entries, cache = self._low_rank(a, cfg, q, kv, angles, cache, views[0])
+        left = None if q is None else (parts(q, on.mesh), parts(kv, on.mesh))
+        if one and left and isinstance(cache, LayerCache) and self._norms_low_rank(*left, a, cache):
+            low, entries, cache = self._low_rank(a, cfg, *left, angles, cache, views[0])
         else:
             low = x if q is None else on.norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
             entries = Entries(rows_of(summed(kv), a, cfg, angles))
@@ -120,16 +121,17 @@ class HopperLatent(Latent):
         )
         return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
 
-    def _norms_low_rank(self, q: Array, kv: Array, a: Attention, cache: LayerCache) -> bool:
+    def _norms_low_rank(self, q: Parts, kv: Parts, a: Attention, cache: LayerCache) -> bool:
         pages = None if cache.fp8 else cache.rows
-        return "attention" in self.on.kernels and can(mla_low_rank.check, q, kv, a.kv_norm, pages)
+        given = q.values, kv.values, a.kv_norm, pages
+        return "attention" in self.on.kernels and can(mla_low_rank.check, *given)
 
     def _low_rank(
         self,
         a: Attention,
         cfg: ModelConfig,
-        q: Float[Array, "*s B W k"],
-        kv: Float[Array, "*t B W c"],
+        q: Parts,
+        kv: Parts,
         angles: Float[Array, "B W 2 r"],
         cache: LayerCache,
         view: PagedView,
@@ -145,14 +147,15 @@ class HopperLatent(Latent):
             where = view.page_table, view.written
             return kernel(q, kv, q_norm, kv_norm, angles, pages, *where, implementation="mosaic_gpu")
 
-        slots, weight = partition("slots"), partition()
-        parts = (partition(None, "slots") if x.ndim == 4 else slots for x in (q, kv))
-        specs = (*parts, weight, weight, slots, partition("pages"), slots)
+        slots, weight, parts = partition("slots"), partition(), partition(None, "slots")
+        specs = (parts, parts, weight, weight, slots, partition("pages"), slots)
         run = sharded(local, self.on.mesh, specs, (e4m3.of_rows(), slots if fp8 else partition("pages")))
         with jax.named_scope("cache_write"):
             cos_sin = angles[..., 0, :], angles[..., 1, :]
-            low, out = run(q, kv, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.rows, view)
-        rows = HopperRows(q.shape[-3:], None, low)
+            low, out = run(
+                q.values, kv.values, a.q_norm, a.kv_norm, cos_sin, None if fp8 else cache.rows, view
+            )
+        rows = HopperRows(q.shape, None, low)
         return (rows, Entries(out), cache) if fp8 else (rows, None, LayerCache(out))
 
 

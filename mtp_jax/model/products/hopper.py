@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import api as fp8_matmul
@@ -24,7 +23,7 @@ from mtp_jax.model.params import Mlp, Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.plain import Products, Reader, Readers, Split, Weight
-from mtp_jax.model.products.stream import Stream, plus, stream, summed
+from mtp_jax.model.products.stream import Parts, Result, Stream, parts, plus, stream, summed
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 PARTS = frozenset(("linear", "experts", "attention"))
@@ -92,38 +91,38 @@ class HopperProducts(Products):
         Without addends a kernel's norm returns the stream as it came.
         """
         x, added = stream(x)
-        # Parts are summed to bfloat16.
-        shape, dtype = x.shape[-3:], jnp.bfloat16 if x.ndim == 4 else x.dtype
-        taken = [self.takes(reader, dtype) for reader in readers]
-        if not any(taken) or not all(can(norms.check, a.shape[-1], a.dtype) for a in (x, *added)):
-            total = plus(summed(x), added)
+        shape, given = x.shape, [parts(a, self.mesh) for a in (x, *added)]
+        taken = [self.takes(reader, x.dtype) for reader in readers]
+        if not any(taken) or not all(can(norms.check, shape[-1], a.values.dtype) for a in given):
+            total = plus(x, added)
             return Stream(total, ()), rms_norm(total, weight, eps)
         also_plain = not all(taken)
 
         def local(weight, *given):
             normed = norms.rms_norm(
-                [a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in given],
+                given,
                 weight,
                 eps,
+                rows=rows,
                 total=bool(added),
                 plain=also_plain,
                 implementation="mosaic_gpu",
             )
-            own = given[0].shape[-3:]
-            whole = [a.reshape(own) for a in (normed.total, normed.plain) if a is not None]
+            whole = [a.reshape(-1, *shape[1:]) for a in (normed.total, normed.plain) if a is not None]
             return whole, normed.quantised
 
-        slots = partition("slots")
-        given = [partition(None, "slots") if a.ndim == 4 else slots for a in (x, *added)]
-        out = [slots] * (bool(added) + also_plain), e4m3.of_rows()
+        rows = shape[0] * shape[1] // ways("slots", self.mesh)
+        specs = (partition(), *(partition(None, "slots"),) * len(given))
+        out = [partition("slots")] * (bool(added) + also_plain), e4m3.of_rows()
         with jax.named_scope("norm"):
-            whole, rows = sharded(local, self.mesh, (partition(), *given), out)(weight, x, *added)
-        normed = HopperRows(shape, whole[-1] if also_plain else None, rows)
+            run = sharded(local, self.mesh, specs, out)
+            whole, quantised = run(weight, *(a.values for a in given))
+        normed = HopperRows(shape, whole[-1] if also_plain else None, quantised)
         return Stream(whole[0] if added else x, ()), normed
 
-    def add(self, x: Any, *outs: Float[Array, "..."]) -> Stream:
+    def add(self, x: Any, *outs: Result) -> Stream:
         """Keep results beside the stream, for the next norm to sum and to add."""
-        return Stream(constrain(stream(x).x, self.mesh, "slots", None, None), outs)
+        return Stream(constrain(summed(stream(x).x), self.mesh, "slots", None, None), outs)
 
     def tap(self, x: Any) -> Float[Array, "B W D"]:
         """The stream with everything left to be added."""
@@ -156,28 +155,36 @@ class HopperProducts(Products):
         """Rows of a product that does not take them quantised."""
         return e4m3.plain(x)
 
-    def linear(
-        self, x: Any, w: Weight, *, split: Split | None = None, summed: bool = True
-    ) -> Float[Array, "..."]:
+    def linear(self, x: Any, w: Weight, *, split: Split | None = None) -> Float[Array, "..."]:
         """A product with an FP8 weight by a kernel; rows are, or are turned into, e4m3 with 1x128 blocks."""
         if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return super().linear(e4m3.plain(x), w, split=split)
+        return self._multiplied(x, w, split, left=False)
+
+    def result(self, x: Any, w: Weight, *, split: Split | None = None) -> Result:
+        """A product whose parts and padding a kernel may leave to its reader."""
+        over_model = split == "in" and ways("heads", self.mesh) > 1
+        if over_model or not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
+            return self.linear(x, w, split=split)
+        shape = (*x.shape[:2], w.shape[0])
+        return Parts(self._multiplied(x, w, split, left=True), shape, ways("slots", self.mesh))
+
+    def _multiplied(self, x: Any, w: Fp8, split: Split | None, left: bool) -> Float[Array, "..."]:
+        """``linear`` by a kernel. left: whether parts and padding are left."""
         axes, given = e4m3.axes_of(w, split), e4m3.operand(x)
         (slots, width), mesh = x.shape[:2], self.mesh
 
         def local(x, w):
             matrix = w.values.reshape(-1, w.shape[-1])
-            y = fp8_matmul.fp8_matmul(
-                x.flat(), matrix, w.scale, summed=not parts, implementation="mosaic_gpu"
-            )
-            y = y[..., :rows, :].reshape(*y.shape[:-2], -1, width, *w.shape[:-1])
+            y = fp8_matmul.fp8_matmul(x.flat(), matrix, w.scale, summed=not left, implementation="mosaic_gpu")
+            if left:
+                return y
+            y = y[:rows].reshape(-1, width, *w.shape[:-1])
             return jax.lax.psum(y, "model") if over_model else y
 
         rows, over_model = slots * width // ways("slots", mesh), split == "in" and ways("heads", mesh) > 1
-        *columns, terms = e4m3.part(w.values, mesh, *axes).shape
-        parts = not (summed or over_model) and fp8_matmul.parts(rows, math.prod(columns), terms) > 1
         specs = Fp8(partition(*axes), partition(axes[0], axes[-1]))
-        out = partition(*(None,) * parts, "slots", None, axes[0])
+        out = partition(None, "slots", axes[0]) if left else partition("slots", None, axes[0])
         return sharded(local, mesh, (given.split(axes[-1]), specs), out)(given, w)
 
     def mlp(self, x: Any, p: Mlp) -> Float[Array, "B W D"]:

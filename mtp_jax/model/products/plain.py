@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.narrow import Bf16, Narrow, Table, expand
 from mtp_jax.model.params import Layer, Mlp, Moe
+from mtp_jax.model.products.stream import Result, summed
 from mtp_jax.model.sharding import constrain, ways
 
 Split = Literal["out", "in"]
@@ -54,9 +55,9 @@ class Products:
         """Return the stream, and its rows normed for ``readers``."""
         return x, rms_norm(x, weight, eps)
 
-    def add(self, x: Stream, *outs: Float[Array, "..."]) -> Stream:
+    def add(self, x: Stream, *outs: Result) -> Stream:
         """The stream with the results of a stage."""
-        return constrain(x + functools.reduce(jnp.add, outs), self.mesh, "slots", None, None)
+        return constrain(x + functools.reduce(jnp.add, map(summed, outs)), self.mesh, "slots", None, None)
 
     def tap(self, x: Stream) -> Float[Array, "B W D"]:
         """The stream as an array."""
@@ -72,15 +73,16 @@ class Products:
 
     # Products
 
-    def linear(
-        self, x: Rows, w: Weight, *, split: Split | None = None, summed: bool = True
-    ) -> Float[Array, "..."]:
+    def linear(self, x: Rows, w: Weight, *, split: Split | None = None) -> Float[Array, "..."]:
         """``x @ w.T``: weights have output features first, as in the checkpoint; narrow weights are expanded.
 
-        split: whether ``model`` splits the first output axis or the input features of w. summed: False: a
-        kernel may return float32 parts, [s, B, W, *o], still to be summed; XLA never does.
+        split: whether ``model`` splits the first output axis or the input features of w.
         """
         return self.product(x, w, x.dtype)
+
+    def result(self, x: Rows, w: Weight, *, split: Split | None = None) -> Result:
+        """``linear`` for a reader that takes its result as a kernel leaves it."""
+        return self.linear(x, w, split=split)
 
     def product(self, x: Float[Array, "... i"], w: Weight, dtype: Any) -> Float[Array, "..."]:
         """``x @ w.T``, accumulated in float32."""

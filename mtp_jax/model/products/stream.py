@@ -5,7 +5,43 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
+
+from mtp_jax.model.sharding import ways
+
+
+@struct.dataclass
+class Parts:
+    """The result of a product, as a kernel leaves it to the kernel that reads it.
+
+    Attributes:
+        values: parts to be summed, float32, or one in bfloat16. Each device has its own B * W rows first,
+            then rows that fill tiles and hold anything.
+        shape: (B, W, D).
+        shards: number of devices that the rows are split over.
+    """
+
+    values: Float[Array, "s M D"]
+    shape: tuple[int, int, int] = struct.field(pytree_node=False)
+    shards: int = struct.field(pytree_node=False)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the sum."""
+        return jnp.bfloat16
+
+    def summed(self) -> Float[Array, "B W D"]:
+        """The sum of the parts."""
+        count, _, width = self.values.shape
+        rows = self.shape[0] * self.shape[1] // self.shards
+        own = self.values.reshape(count, self.shards, -1, width)[:, :, :rows].reshape(count, *self.shape)
+        return own[0] if count == 1 else own.sum(axis=0).astype(self.dtype)
+
+
+Result = Float[Array, "B W D"] | Parts
+"""The result of a product."""
 
 
 class Stream(NamedTuple):
@@ -13,11 +49,11 @@ class Stream(NamedTuple):
 
     Attributes:
         x: [B, W, D].
-        added: [B, W, D], or float32 parts [s, B, W, D] to be summed.
+        added: results of products.
     """
 
-    x: Float[Array, "B W D"]
-    added: tuple[Float[Array, "..."], ...]
+    x: Result
+    added: tuple[Result, ...]
 
 
 def stream(x: Any) -> Stream:
@@ -25,11 +61,19 @@ def stream(x: Any) -> Stream:
     return x if isinstance(x, Stream) else Stream(x, ())
 
 
-def summed(x: Float[Array, "*s B W D"]) -> Float[Array, "B W D"]:
-    """The sum of the parts that a product may leave."""
-    return x.sum(axis=0).astype(jnp.bfloat16) if x.ndim == 4 else x
+def parts(x: Result, mesh: Mesh | None) -> Parts:
+    """``Parts`` as they are; an array as one part."""
+    if isinstance(x, Parts):
+        return x
+    slots, window, width = x.shape
+    return Parts(x.reshape(1, slots * window, width), (slots, window, width), ways("slots", mesh))
 
 
-def plus(x: Float[Array, "B W D"], added: Sequence[Float[Array, "..."]]) -> Float[Array, "B W D"]:
-    """The sum of x and its addend."""
-    return x + functools.reduce(jnp.add, map(summed, added)) if added else x
+def summed(x: Result) -> Float[Array, "B W D"]:
+    """The result as an array."""
+    return x.summed() if isinstance(x, Parts) else x
+
+
+def plus(x: Result, added: Sequence[Result]) -> Float[Array, "B W D"]:
+    """The sum of x and its addends."""
+    return functools.reduce(jnp.add, map(summed, added), summed(x))
