@@ -106,7 +106,7 @@ def rigged(
     merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
     layers, drafter = tuple(quiet(layer) for layer in raw.layers), raw.drafter
     if isinstance(drafter, Medusa):
-        drafter = Medusa(tuple(replace(own, table=head) for own in drafter.heads))
+        drafter = Medusa(drafter.blocks, (head,) * len(drafter.tables))
     params = replace(raw, layers=layers, head=head, nextn=tuple(merges), drafter=drafter)
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32), params)
 

@@ -111,7 +111,10 @@ class HeadConfig:
         taps: residual streams of the trunk that the head reads, k the stream after k layers.
         maps: whether the head has a table of its tokens' ids (``d2t``).
         embeds: whether the head has an embedding of its own.
+        trees: the trees that it can make.
     """
+
+    trees: ClassVar[Trees | None] = None
 
     taps: tuple[int, ...]
     maps: bool = False
@@ -125,11 +128,6 @@ class HeadConfig:
     @property
     def most_drafts(self) -> int | None:
         """The most drafts of a chain; None: any number, by recursion."""
-        return None
-
-    @property
-    def trees(self) -> Trees | None:
-        """The trees that it can make."""
         return None
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.config_parts import HeadConfig, Trees
+from mtp_jax.model.config_parts import HeadConfig
 
 Captures = Literal["outputs", "inputs"]
 """A list of taps in a draft head's config.json counts outputs of layers, or their inputs."""
@@ -26,6 +26,7 @@ class Eagle3Config(HeadConfig):
         logit_scale: factor of the head's logits.
     """
 
+    trees = "grown"
     layer: ModelConfig
     tap_norms: int = 0
     normed_output: bool = False
@@ -41,11 +42,6 @@ class Eagle3Config(HeadConfig):
     def sizes(self) -> ModelConfig:
         """Its layer."""
         return self.layer
-
-    @property
-    def trees(self) -> Trees:
-        """One pass after the other grows them."""
-        return "grown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +99,7 @@ class MedusaConfig(HeadConfig):
         bias: whether the blocks add a bias.
     """
 
+    trees = "given"
     taps: tuple[int, ...] = ()
     heads: int
     layers: int = 1
@@ -121,11 +118,6 @@ class MedusaConfig(HeadConfig):
     def most_drafts(self) -> int:
         """One draft per head."""
         return self.heads
-
-    @property
-    def trees(self) -> Trees:
-        """A draft's head knows nothing of its parent."""
-        return "given"
 
 
 Head = Eagle3Config | BlockConfig | MedusaConfig

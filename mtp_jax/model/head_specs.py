@@ -121,23 +121,16 @@ class MedusaBlock:
 
 
 @dataclass(frozen=True)
-class MedusaHead:
-    """The parameters of one draft: residual blocks and an output table."""
-
-    blocks: tuple[MedusaBlock, ...]
-    table: Weight  # [V, D]
-
-
-@dataclass(frozen=True)
 class Medusa:
-    """Medusa heads beside a trunk of width D: see ``MedusaConfig``."""
+    """Medusa heads beside a trunk of width D: see ``MedusaConfig``. Each has residual blocks and a table."""
 
-    heads: tuple[MedusaHead, ...]
+    blocks: tuple[tuple[MedusaBlock, ...], ...]
+    tables: tuple[Weight, ...]  # [V, D]
 
     @property
     def merging(self) -> tuple[MedusaBlock, ...]:
         """The parameters that one draft reads, without its table."""
-        return self.heads[0].blocks
+        return self.blocks[0]
 
     @property
     def entries(self) -> tuple[Weight, ...]:
@@ -147,7 +140,7 @@ class Medusa:
     @property
     def head(self) -> Weight:
         """The table behind the logits of one draft."""
-        return self.heads[0].table
+        return self.tables[0]
 
 
 DraftHead = Eagle3 | BlockHead | Medusa
@@ -240,11 +233,9 @@ def _medusa(cfg: ModelConfig, m: MedusaConfig) -> Medusa:
         bias = replace(_plain(f"{name}.bias", d), init="zeros")
         return MedusaBlock(_plain(f"{name}.weight", d, d), bias if m.bias else None)
 
-    def head(i: int) -> MedusaHead:
-        blocks = tuple(block_of(f"blocks.{i}.layers.{j}") for j in range(m.layers))
-        return MedusaHead(blocks, table(f"{DRAFT_HEAD}.lm_heads.{i}.weight", cfg))
-
-    return Medusa(tuple(map(head, range(m.heads))))
+    heads = range(m.heads)
+    blocks = (tuple(block_of(f"blocks.{i}.layers.{j}") for j in range(m.layers)) for i in heads)
+    return Medusa(tuple(blocks), tuple(table(f"{DRAFT_HEAD}.lm_heads.{i}.weight", cfg) for i in heads))
 
 
 def head_specs(cfg: ModelConfig) -> DraftHead | None:

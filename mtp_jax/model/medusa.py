@@ -42,9 +42,9 @@ class MedusaHeads:
         self, params: Params, on: Backend, i: int, x: Float[Array, "B W D"]
     ) -> Float[Array, "B W V"]:
         assert isinstance(params.drafter, Medusa), "the configuration has heads, the parameters have none"
-        p = params.drafter.heads[i]
+        blocks, table = params.drafter.blocks[i], params.drafter.tables[i]
         with jax.named_scope(f"medusa_{i}"):
-            for block in p.blocks:
+            for block in blocks:
                 y = on.products.linear(x, block.linear)
                 x = x + jax.nn.silu(y if block.bias is None else y + block.bias)
-            return on.products.head(x, p.table)
+            return on.products.head(x, table)

@@ -21,7 +21,6 @@ from mtp_jax.model.head_specs import (
     Markov,
     Medusa,
     MedusaBlock,
-    MedusaHead,
     Selector,
 )
 from mtp_jax.model.layer_specs import Attention, GqaAttention, Indexer, Layer, Mlp, Moe
@@ -32,7 +31,7 @@ from mtp_jax.model.specs import NextN, Params, param_specs
 for _tree in (
     *(Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Params),
     *(Eagle3, BlockHead, BlockLayer, Convolution, Markov, Confidence, Selector),
-    *(Medusa, MedusaHead, MedusaBlock),
+    *(Medusa, MedusaBlock),
 ):
     jax.tree_util.register_dataclass(_tree)
 

@@ -85,5 +85,5 @@ def test_a_medusa_head_is_read_for_its_own_draft():
     narrow, wide = (expected_experts(found.config, w) for w in (1, 4))
     more = of_trunk(params).touched(wide) - of_trunk(params).touched(narrow)
     assert isinstance(params.drafter, Medusa)
-    heads = sum(map(cost.nbytes, params.drafter.heads[:3]))
+    heads = cost.nbytes((params.drafter.blocks[:3], params.drafter.tables[:3]))
     assert work.bytes - plain.bytes == pytest.approx(more + heads)

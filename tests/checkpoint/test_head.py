@@ -251,8 +251,8 @@ def test_medusa_heads_in_either_naming(tmp_path: Path):
     assert found.config.drafter == MedusaConfig(heads=medusa.HEADS, layers=1, bias=True)
     assert isinstance(found.params.drafter, Medusa)
     names, raw = iter(sorted(medusa.arrays())), medusa.arrays()
-    for head in found.params.drafter.heads:
-        for array in (head.blocks[0].bias, head.blocks[0].linear, head.table):
+    for (block,), table in zip(found.params.drafter.blocks, found.params.drafter.tables, strict=True):
+        for array in (block.bias, block.linear, table):
             np.testing.assert_array_equal(array, raw[next(names)])
     assert_same(load(trunk, in_vllms_names(folder, tmp_path / "vllm")).params, found.params)
     prefixed = edit_tensors(
@@ -278,9 +278,9 @@ def test_medusa_heads_of_two_blocks_without_biases(tmp_path: Path):
     found = load(model_dir(medusa.TRUNK), folder)
     assert found.config.drafter == MedusaConfig(heads=medusa.HEADS, layers=2, bias=False)
     assert isinstance(found.params.drafter, Medusa)
-    for head in found.params.drafter.heads:
-        np.testing.assert_array_equal(*(block.linear for block in head.blocks))
-        assert head.blocks[0].bias is None
+    for blocks in found.params.drafter.blocks:
+        np.testing.assert_array_equal(*(block.linear for block in blocks))
+        assert blocks[0].bias is None
 
 
 @pytest.mark.parametrize(
