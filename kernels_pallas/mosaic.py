@@ -13,8 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
+from jax.experimental.mosaic.gpu.utils import warpgroup_barrier
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 # Pallas names no public types for the references that a kernel reads and writes, nor for register layouts.
 Ref = Any
@@ -103,6 +106,21 @@ class Warpgroup:
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, axis)
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+    def publish(self) -> None:
+        """Make the warpgroup's writes to device memory visible to thread blocks that wait for it: a fence.
+
+        A cluster's barrier alone orders neither the writes of all warps nor another block's reads after them.
+        """
+        if self.interpreted:
+            return
+
+        @plgpu.inline_mgpu()
+        def fence(*_: Any) -> None:
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.acq_rel.gpu;", "", has_side_effects=True)
+            warpgroup_barrier()
+
+        fence()
 
     def product(self, shape: tuple[int, int], *pairs: Callable[[], tuple[Ref, Ref]]) -> jax.Array:
         """Sum of ``a @ b.T`` over pairs of shared-memory refs, float32 of ``shape``.

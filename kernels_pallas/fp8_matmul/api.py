@@ -11,7 +11,7 @@ from kernels_pallas.grouped_matmul.api import choose_gated_tile
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
-from kernels_pallas.quantised import BLOCK, Quantised, quantise
+from kernels_pallas.quantised import BLOCK, Quantised, quantise, whole_tiles
 from kernels_pallas.splits import PROCESSORS
 
 # Bytes of a tile's ring, in rows of 128 bytes: the cost of filling it, beside the rows that the tile loads.
@@ -84,18 +84,22 @@ def choose_tile(rows: int, columns: int, terms: int) -> Tile:
 
     Parts of K are written and read again as float32, so more parts keep more of the GPU busy at that cost.
     """
-    height = 64 if rows <= 64 else 128
-    tiles = -(-rows // height)
-
-    def cost(width: int, splits: int) -> tuple[int, int]:
-        waves = -(-tiles * (columns // width) * splits // PROCESSORS)
-        partial_sums = height * width * 8 // BLOCK if splits > 1 else 0
-        return waves * (terms // BLOCK // splits * (height + width) + partial_sums + _START), splits
-
-    widths = [n for n in ((256, 128, 64) if height == 64 else (128, 64)) if columns % n == 0]
     splits = [n for n in range(1, 17) if terms // BLOCK % n == 0]
-    width, parts = min(((n, s) for n in widths for s in splits), key=lambda c: cost(*c))
-    return Tile(height, width, stages=None if height == 64 else 4, splits=parts)
+
+    def cost(tile: Tile) -> tuple[int, int]:
+        pair = 2 if tile.rows == 256 else 1  # thread blocks that share a tile's weights
+        tiles = -(-rows // tile.rows) * (columns // tile.columns) * tile.splits
+        waves = -(-tiles * pair // PROCESSORS)
+        partial_sums = tile.rows // pair * tile.columns * 8 // BLOCK if tile.splits > 1 else 0
+        loaded = tile.rows // pair + tile.columns // pair
+        return waves * (terms // BLOCK // tile.splits * loaded + partial_sums + _START), tile.splits
+
+    if rows <= 64:
+        tiles = [Tile(64, n, splits=s) for n in (256, 128, 64) for s in splits]
+    else:
+        heights = (128,) if whole_tiles(rows) % 256 else (128, 256)
+        tiles = [Tile(h, n, stages=4, splits=s) for h in heights for n in (128, 64) for s in splits]
+    return min((tile for tile in tiles if columns % tile.columns == 0), key=cost)
 
 
 def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.expert_layout.api import arrange
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
-from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
+from kernels_pallas.grouped_matmul.layout import Groups, Tiles, few, group_all, group_rows, slots
 from kernels_pallas.grouped_matmul.tile import CLUSTER, Tile
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import Described, Implementation, need
@@ -22,9 +22,10 @@ def expert_mlp(
     gate_up_scale: Float[Array, "E 2 i d"] | None,
     down_scale: Float[Array, "E d i"] | None,
     *,
-    rows_per_expert: int,
     implementation: Implementation,
     counts: Int[Array, "n A"] | None = None,
+    groups: Groups | None = None,
+    shards: int = 1,
     first: Int[Array, ""] | int = 0,
     interpret: Interpreter | None = None,
 ) -> Float[Array, "T D"]:
@@ -41,9 +42,10 @@ def expert_mlp(
         down: likewise, with ``down_scale``.
         gate_up_scale: float32 scales of 128x128 blocks.
         down_scale: likewise.
-        counts: int32; choices of each of the A experts per 64 tokens; with them a kernel lays out rows.
+        counts: int32; choices of each of the A experts per 4 tokens; with them a kernel lays out rows.
+        groups: the layout of the rows, if it was made with the choice.
+        shards: number of devices that share the choices; tiles depend on the mean number of an expert's rows.
         first: number, among A, of the first of the E experts.
-        rows_per_expert: mean number of an expert's rows; the tile depends on it.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -56,12 +58,14 @@ def expert_mlp(
     check(x, gate_up, gate_up_scale)
     check(x, down, down_scale)
     experts, _, inner, terms = gate_up.shape
-    # Half of the choices are this device's where it has half of the experts.
-    expected = -(-ids.size * experts // (experts if counts is None else counts.shape[1]))
+    rows_per_expert, expected = -(-ids.size // (experts * shards)), -(-ids.size // shards)
     gated = choose_gated_tile(rows_per_expert, min(expected, experts), inner, terms)
-    if counts is None or experts % 8:
+    if groups is None and few(len(ids)):
+        groups = group_all(ids - first, experts, gated.rows)
+    elif groups is None and (counts is None or experts % 8):
         groups = group_rows(ids - first, experts, gated.rows)
-    else:
+    elif groups is None:
+        assert counts is not None
         groups = arrange(
             ids,
             counts,
@@ -71,15 +75,12 @@ def expert_mlp(
             implementation=implementation,
             interpret=interpret,
         )
-    token = jnp.clip(groups.token, 0, x.shape[0] - 1)
     if not isinstance(x, Quantised) and gate_up_scale is not None:
         x = quantise(x)
-    if isinstance(x, Quantised):
-        rows, scale = x.values[token], x.scale[:, token[_rows(groups.tiles, gated.rows)]]
-    else:
-        rows, scale = x[token], None
+    rows, scale = _of_tiles(x, groups, gated.rows)
+    total = slots(ids.size, experts, gated.rows) if groups.token is None else None
     hidden = grouped_matmul(
-        rows, gate_up, scale, gate_up_scale, groups.tiles, gated, implementation, interpret
+        rows, gate_up, scale, gate_up_scale, groups.tiles, gated, implementation, interpret, slots=total
     )
     plain = choose_tile(rows_per_expert, down.shape[1])
     hidden, scale = hidden if len(hidden) == 2 else (hidden[0], None)
@@ -88,6 +89,22 @@ def expert_mlp(
         hidden, down[:, None], scale, down_scale, groups.tiles, plain, implementation, interpret
     )
     return _mixed(y, groups.place, weights).astype(jnp.bfloat16)
+
+
+def _of_tiles(
+    x: Float[Array, "T D"] | Quantised, groups: Groups, rows: int
+) -> tuple[Float[Array, "M D"], Float[Array, "d R"] | None]:
+    """The rows that the tiles of ``rows`` rows read, and their scales."""
+    if groups.token is None:
+        if not isinstance(x, Quantised):
+            return jnp.pad(x, ((0, -x.shape[0] % rows), (0, 0))), None
+        whole = x.padded(rows)
+        return whole.values, whole.scale
+    token = jnp.clip(groups.token, 0, x.shape[0] - 1)
+    if not isinstance(x, Quantised):
+        return x[token], None
+    first = groups.tiles.table[1][:, None]
+    return x.values[token], x.scale[:, token[(first + jnp.arange(rows)).reshape(-1)]]
 
 
 def _mixed(
@@ -111,24 +128,32 @@ def grouped_matmul(
     tile: Tile,
     implementation: Implementation,
     interpret: Interpreter | None = None,
+    *,
+    slots: int | None = None,
 ) -> tuple[Array, ...]:
     """``mosaic_gpu.grouped_matmul``, or the reference with implementation "xla"."""
     if implementation == "mosaic_gpu":
-        return mosaic_gpu.grouped_matmul(x, w, x_scale, w_scale, tiles, tile=tile, interpret=interpret)
-    y = reference.grouped_matmul(x, w, x_scale, w_scale, tiles, rows=tile.rows)
+        return mosaic_gpu.grouped_matmul(
+            x, w, x_scale, w_scale, tiles, tile=tile, slots=slots, interpret=interpret
+        )
+    y = reference.grouped_matmul(x, w, x_scale, w_scale, tiles, rows=tile.rows, slots=slots)
     return y if len(y) == 2 else (y[0].astype(jnp.bfloat16),)
-
-
-def _rows(tiles: Tiles, rows: int) -> Int[Array, " R"]:
-    """Slot of every row of every tile."""
-    return (tiles.table[1][:, None] + jnp.arange(rows)).reshape(-1)
 
 
 def choose_tile(rows_per_group: int, columns: int) -> Tile:
     """Choose the tile of a product whose groups have ``rows_per_group`` rows on average."""
     if rows_per_group > WGMMA_ROWS:
-        return Tile(2 * WGMMA_ROWS, BLOCK, stages=4)
+        return _tall(rows_per_group)
     return Tile(WGMMA_ROWS, 256 if columns % 256 == 0 else BLOCK)
+
+
+def _tall(rows_per_group: int) -> Tile:
+    """Choose the tile of groups of more rows than one product of a warpgroup has.
+
+    The second-level cache, not the tensor cores, bounds their products. A tile of 256 rows asks it for fewer
+    bytes per row than two of 128 do, even if half of the tile is empty.
+    """
+    return Tile(4 * WGMMA_ROWS if rows_per_group > 2 * WGMMA_ROWS else 2 * WGMMA_ROWS, BLOCK, stages=4)
 
 
 def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int) -> Tile:
@@ -137,7 +162,7 @@ def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int
     K is split if tiles leave most of the GPU idle, into no more parts than run at once.
     """
     if rows_per_group > WGMMA_ROWS:
-        return Tile(2 * WGMMA_ROWS, BLOCK, stages=4)
+        return _tall(rows_per_group)
     tiles, steps = groups * (columns // BLOCK), terms // BLOCK
     splits = [n for n in range(2, CLUSTER + 1) if steps % n == 0 and tiles * n <= PROCESSORS]
     return Tile(WGMMA_ROWS, BLOCK, splits=max(splits, default=1))

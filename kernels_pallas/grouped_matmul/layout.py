@@ -1,5 +1,7 @@
 """Rows sorted by group, and the tiles that cover them."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -29,14 +31,21 @@ class Groups:
     """The slots of each token's rows; of M slots, a group's lie side by side.
 
     Attributes:
-        token: token in each slot; any number in an unused slot.
+        token: token in each slot; any number in an unused slot. None: the slots of each group are all tokens.
         place: slot of each choice and token; M for an id that is no group.
         tiles: the tiles of the slots.
     """
 
-    token: Int[Array, " M"]
+    token: Int[Array, " M"] | None
     place: Int[Array, "k T"]
     tiles: Tiles
+
+
+class Own(NamedTuple):
+    """The groups that a device has, of all groups: ``count`` of them from number ``first`` on."""
+
+    first: Int[Array, ""] | int
+    count: int
 
 
 def slots(pairs: int, groups: int, rows: int) -> int:
@@ -72,6 +81,38 @@ def group_rows(choices: Int[Array, "T k"], groups: int, rows: int) -> Groups:
     height = jnp.clip(_aligned(size[of] - done), 0, rows)
     table = jnp.stack([of, first[of] + done, height])
     return Groups(token, place.reshape(choices.shape).T, Tiles(table, needed.sum(keepdims=True)))
+
+
+def few(tokens: int) -> bool:
+    """Whether the rows of all tokens fit the padding of a group: then ``group_all`` lays them out."""
+    return tokens <= ALIGNMENT
+
+
+def group_all(choices: Int[Array, "T k"], groups: int, rows: int) -> Groups:
+    """Slots of all tokens, 8 at most, for each group that a token chose; groups in order, a tile for each.
+
+    A tile multiplies as many rows anyway, and so the tokens' rows need no copy. Ids outside ``[0, groups)``
+    get no slot. rows: rows of a tile.
+    """
+    ids, token = choices.T.reshape(-1), jnp.arange(len(choices), dtype=jnp.int32)
+    pairs = ids.shape[0]
+    index = jnp.arange(pairs)
+    again = ((ids[:, None] == ids) & (index < index[:, None])).any(axis=1)
+    inside = (ids >= 0) & (ids < groups)
+    fresh = inside & ~again
+    number = (fresh & (ids < ids[:, None])).sum(axis=1, dtype=jnp.int32)
+    tile = jnp.arange(all_tiles(pairs, groups), dtype=jnp.int32)
+    of = jnp.where(fresh & (number == tile[:, None]), ids, 0).sum(axis=1, dtype=jnp.int32)
+    count = fresh.sum(keepdims=True, dtype=jnp.int32)
+    table = jnp.stack([of, tile * ALIGNMENT, jnp.where(tile < count, ALIGNMENT, 0)])
+    place = number.reshape(choices.T.shape) * ALIGNMENT + token
+    place = jnp.where(inside.reshape(place.shape), place, slots(pairs, groups, rows))
+    return Groups(None, place, Tiles(table, count))
+
+
+def all_tiles(pairs: int, groups: int) -> int:
+    """Number of tiles of ``group_all``: one for each pair or group, a multiple of 8."""
+    return -(-min(pairs, groups) // ALIGNMENT) * ALIGNMENT
 
 
 def _aligned(size: Int[Array, " n"]) -> Int[Array, " n"]:

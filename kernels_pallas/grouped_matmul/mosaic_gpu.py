@@ -24,9 +24,9 @@ from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
 
 _LOADER = COMPUTE
-# Registers of 504 for three warpgroups. With more for the computing warpgroups ptxas 13.5 hoists more, and
-# spills.
-_LOADER_REGISTERS, _COMPUTE_REGISTERS = 56, 224
+# Registers of 504 for three warpgroups, of the loader and of a computing one. With more for the computing
+# warpgroups ptxas 13.5 hoists more, and spills; but for gated tiles that two thread blocks share.
+_REGISTERS, _REGISTERS_OF_PAIRS = (56, 224), (40, 232)
 
 Place = tuple[jax.Array, jax.Array, jax.Array]  # row tile, column tile, part of K
 # Sums, one per product; and the scales of the next step's rows and weights.
@@ -41,6 +41,7 @@ def grouped_matmul(
     tiles: Tiles,
     *,
     tile: Tile,
+    slots: int | None = None,
     interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """``x @ w[group].T`` for tiles of rows that belong to one group each; SwiGLU of two products if b is 2.
@@ -54,6 +55,8 @@ def grouped_matmul(
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
         tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
+        slots: rows of the results, if all tiles multiply the same rows, the first of x, whose scales x_scale
+            begins with. None: each tile has rows of its own, and M rows are returned.
         tile: how the work is cut. interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -63,40 +66,47 @@ def grouped_matmul(
     Raises:
         ValueError: dtypes and sizes that the tile does not fit.
     """
-    sizes = Sizes(tile, x.dtype, w.shape[1] == 2, x.shape[0], w.shape[2], x.shape[1], tiles.table.shape[1])
+    gated, columns, count = w.shape[1] == 2, w.shape[2], tiles.table.shape[1]
+    sizes = Sizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
+    of_loader, of_compute = _REGISTERS_OF_PAIRS if sizes.gated and sizes.pair > 1 else _REGISTERS
     clusters: dict[str, Any] = {}
-    if sizes.cluster > 1:
-        clusters = {"cluster": (sizes.cluster,), "cluster_names": ("part",)}
+    if sizes.cluster > 1 or sizes.pair > 1:
+        clusters = {
+            "cluster": (sizes.cluster * sizes.pair,),
+            "cluster_names": ("part" if sizes.cluster > 1 else "half",),
+        }
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         count = len(operands)
         out = refs[count + 2 :]
-        walk = _Walk(sizes, refs[:count], refs[count], out[: len(results)], out[len(results) :], scratch)
-        wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        half = lax.axis_index("half") if sizes.pair > 1 else 0
+        given = refs[:count], refs[count], refs[count + 1], half
+        walk = _Walk(sizes, *given, out[: len(results)], out[len(results) :], scratch)
+        wg, walker = lax.axis_index("wg"), lax.axis_index("walker")
         if sizes.cluster > 1:
-            block = block * sizes.cluster + lax.axis_index("part")
+            walker = walker * sizes.cluster + lax.axis_index("part")
         total = refs[count + 1][0] * (sizes.column_tiles * tile.splits)
-        mine = lax.div(total - block + (sizes.thread_blocks - 1), sizes.thread_blocks)
+        mine = lax.div(total - walker + (sizes.walkers - 1), sizes.walkers)
 
         @pl.when(wg == _LOADER)
         def _load() -> None:
-            plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
-            walk.load(block, mine)
+            plgpu.set_max_registers(of_loader, action="decrease")
+            walk.load(walker, mine)
 
         @pl.when(wg < COMPUTE)
         def _compute() -> None:
-            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            walk.compute(wg, block, mine)
+            plgpu.set_max_registers(of_compute, action="increase")
+            walk.compute(wg, walker, mine)
 
     out = plgpu.kernel(
         body,
         kernel_name="gated_matmul" if sizes.gated else "matmul",
         out_type=(*results, *parts),
         scratch_types=sizes.scratch(),
-        grid=(sizes.thread_blocks // sizes.cluster,),
-        grid_names=("block",),
+        grid=(sizes.walkers // sizes.cluster,),
+        grid_names=("walker",),
         **clusters,
         num_threads=COMPUTE + 1,
         thread_name="wg",
@@ -110,44 +120,63 @@ def grouped_matmul(
 class _Walk:
     """A thread block's walk over its tiles: the work of the loader and of the computing warpgroups.
 
-    parts: the parts of a gated product's sums, of a kernel whose clusters have several thread blocks.
+    Attributes:
+        row_tiles: the number of tiles of rows; read where it is needed, as registers are scarce.
+        half: number of the thread block among the two that have a tile together.
+        parts: the parts of a gated product's sums, where the thread blocks of a cluster have one each.
     """
 
     sizes: Sizes
     operands: tuple[Ref, ...]
     table: Ref
+    row_tiles: Ref
+    half: jax.Array | int
     out: tuple[Ref, ...]
     parts: tuple[Ref, ...]
     scratch: dict[str, Ref]
 
     def place(self, i: jax.Array) -> Place:
-        """The place of the i-th tile of all thread blocks; a group's tiles follow each other."""
-        splits, columns = self.sizes.tile.splits, self.sizes.column_tiles
-        return lax.div(i, columns * splits), lax.rem(lax.div(i, splits), columns), lax.rem(i, splits)
+        """The place of the i-th tile of all walks: band by band, column by column."""
+        splits, columns, band = self.sizes.tile.splits, self.sizes.column_tiles, self.sizes.band
+        tile, part = lax.div(i, splits), lax.rem(i, splits)
+        before = lax.div(tile, band * columns) * band
+        inside, height = lax.rem(tile, band * columns), jnp.minimum(self.row_tiles[0] - before, band)
+        return before + lax.rem(inside, height), lax.div(inside, height), part
 
     def share(self, wg: jax.Array) -> tuple[jax.Array | int, jax.Array | int]:
-        """First row and first column of a computing warpgroup within a tile."""
+        """First row and first column of a computing warpgroup within its thread block's rows of a tile."""
         return (0, wg * self.sizes.width) if self.sizes.tile.rows == WGMMA_ROWS else (wg * WGMMA_ROWS, 0)
 
-    def load(self, block: jax.Array, mine: jax.Array) -> None:
+    def rows_of(self, wg: jax.Array) -> jax.Array | int:
+        """First row of a computing warpgroup within a tile."""
+        if self.sizes.pair > 1:
+            return (self.half * COMPUTE + wg) * WGMMA_ROWS
+        return self.share(wg)[0]
+
+    def load(self, walker: jax.Array, mine: jax.Array) -> None:
         """Fill the ring with the operands of every step of every tile."""
         sizes, tile, s = self.sizes, self.sizes.tile, self.scratch
         x, w = self.operands[:2]
+        both = "half" if sizes.pair > 1 else None
 
         def one_tile(i: jax.Array, _: None) -> None:
-            row_tile, column_tile, part = self.place(block + i * sizes.thread_blocks)
-            group, first = self.table[0, row_tile], pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
-            rows, columns = pl.ds(first, tile.rows), pl.ds(column_tile * tile.columns, tile.columns)
+            row_tile, column_tile, part = self.place(walker + i * sizes.walkers)
+            group, first = self.table[0, row_tile], 0
+            if sizes.slots is None:
+                first = pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
+            rows = pl.ds(first + self.half * sizes.block_rows, sizes.block_rows)
+            columns = pl.ds(column_tile * tile.columns, tile.columns)
 
             def step(k: jax.Array, _: None) -> None:
                 filled = i * sizes.steps + k
                 slot = lax.rem(filled, sizes.stages)
                 terms = pl.ds((part * sizes.steps + k) * sizes.stage_terms, sizes.stage_terms)
-                pl.when(filled >= sizes.stages)(lambda: plgpu.barrier_wait(s["free"].at[slot]))
+                pl.when(filled >= sizes.stages)(lambda: self.await_free(slot))
                 plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
                 for b in range(sizes.blocks):
                     weights = w.at[group, b, columns, terms]
-                    plgpu.copy_gmem_to_smem(weights, s["ws"].at[slot, b], s["full"].at[slot])
+                    to, full = s["ws"].at[slot, b], s["full"].at[slot]
+                    plgpu.copy_gmem_to_smem(weights, to, full, collective_axes=both)
 
             lax.fori_loop(0, sizes.steps, step, None)
 
@@ -158,11 +187,18 @@ class _Walk:
         # No warpgroup may leave while another still arrives at a barrier.
         lax.fori_loop(jnp.maximum(mine * sizes.steps - sizes.stages, 0), mine * sizes.steps, drain, None)
 
-    def compute(self, wg: jax.Array, block: jax.Array, mine: jax.Array) -> None:
+    def await_free(self, slot: jax.Array) -> None:
+        """Wait until a stage may be filled; a copy of shared weights fills it in both thread blocks."""
+        plgpu.barrier_wait(self.scratch["free"].at[slot])
+        if self.sizes.pair > 1:
+            plgpu.barrier_arrive(self.scratch["both_free"].at[slot])
+            plgpu.barrier_wait(self.scratch["both_free"].at[slot])
+
+    def compute(self, wg: jax.Array, walker: jax.Array, mine: jax.Array) -> None:
         """Multiply, finish and store every tile."""
 
         def one_tile(i: jax.Array, _: None) -> None:
-            place = self.place(block + i * self.sizes.thread_blocks)
+            place = self.place(walker + i * self.sizes.walkers)
             sums = (self.scaled_sums if self.sizes.fp8 else self.plain_sums)(wg, i, place)
             if self.sizes.cluster > 1:
                 self.sum_parts(wg, place, sums)
@@ -182,8 +218,9 @@ class _Walk:
         sizes, s = self.sizes, self.scratch
         _, _, x_scale, w_scale = self.operands
         row_tile, column_tile, part = place
-        row, column = self.share(wg)
-        rows = pl.ds(row_tile * sizes.tile.rows + row, WGMMA_ROWS)
+        column = self.share(wg)[1]
+        of_tile = row_tile * sizes.tile.rows if sizes.slots is None else 0
+        rows = pl.ds(of_tile + self.rows_of(wg), WGMMA_ROWS)
         group, of_columns = (
             self.table[0, row_tile],
             lax.div(column_tile * sizes.tile.columns + column, BLOCK),
@@ -263,7 +300,7 @@ class _Walk:
         """Write a warpgroup's share of a tile through shared memory, without rows past the tile's end."""
         tile, staged = self.sizes.tile, self.scratch["staged"]
         row_tile, column_tile, _ = place
-        row, column = self.share(wg)
+        row, column = self.rows_of(wg), self.share(wg)[1]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
         staged[wg] = value.astype(staged.dtype)
         plgpu.commit_smem()
@@ -301,7 +338,7 @@ class _Walk:
 
         @pl.when(jnp.logical_or(wg == 0, tile.rows != WGMMA_ROWS))
         def _scales() -> None:
-            rows = pl.ds(row_tile * tile.rows + self.share(wg)[0], WGMMA_ROWS)
+            rows = pl.ds(row_tile * tile.rows + self.rows_of(wg), WGMMA_ROWS)
             plgpu.copy_smem_to_gmem(s["scales"].at[wg], self.out[1].at[column_tile, rows])
 
     def sum_parts(self, wg: jax.Array, place: Place, sums: tuple[jax.Array, ...]) -> None:

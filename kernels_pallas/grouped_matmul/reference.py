@@ -26,6 +26,7 @@ def grouped_matmul(
     tiles: Tiles,
     *,
     rows: int,
+    slots: int | None = None,
 ) -> tuple[Array, ...]:
     """The result of ``mosaic_gpu.grouped_matmul`` with tiles of ``rows`` rows, float32 throughout.
 
@@ -34,8 +35,13 @@ def grouped_matmul(
     group, first, height = tiles.table
     row = jnp.arange(rows)
     index = first[:, None] + row
+    total = x.shape[0] if slots is None else slots
     held = (row < height[:, None]) & (jnp.arange(group.shape[0]) < tiles.count)[:, None]
-    parts = x[index.reshape(-1)]
+    if slots is None:
+        parts = x[index.reshape(-1)]
+    else:
+        parts = jnp.tile(x[:rows], (group.shape[0], 1))
+        x_scale = None if x_scale is None else jnp.tile(x_scale[:, :rows], (1, group.shape[0]))
     x32 = parts.astype(jnp.float32) if x_scale is None else Quantised(parts, x_scale).expand()
     w32 = w.astype(jnp.float32) if w_scale is None else expand_weights(w, w_scale)
 
@@ -48,8 +54,8 @@ def grouped_matmul(
     y = y.transpose(1, 0, 2, 3).reshape(w.shape[1], parts.shape[0], -1)
 
     def in_place(values: Float[Array, "R N"]) -> Float[Array, "M N"]:
-        to = jnp.where(held, index, x.shape[0]).reshape(-1)
-        return jnp.zeros((x.shape[0], values.shape[1]), values.dtype).at[to].set(values, mode="drop")
+        to = jnp.where(held, index, total).reshape(-1)
+        return jnp.zeros((total, values.shape[1]), values.dtype).at[to].set(values, mode="drop")
 
     if w.shape[1] == 1:
         return (in_place(y[0]),)

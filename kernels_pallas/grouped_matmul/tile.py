@@ -1,6 +1,7 @@
 """Cuts of a grouped matrix product into tiles, and the arrays that a tile keeps in shared memory."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ CLUSTER = 8
 class Tile:
     """How the work is cut. Attributes:
     rows: rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both have
-        all rows and half of the columns, for groups of few rows.
+        all rows and half of the columns, for groups of few rows. 256: two thread blocks, a cluster, have 128
+        each, and share the weights, of which each fetches half.
     columns: output columns per tile; in a gated product columns of gate, and of up.
     stages: depth of the ring of operands in shared memory; None: the most that it holds, so that a
         product of few rows waits for memory as little as it can.
@@ -49,6 +51,7 @@ class Sizes:
         gated: whether there are two products, gate and up.
         rows, columns, terms: M, N and K.
         tiles: tiles of rows.
+        slots: rows of the results, if all tiles multiply the first rows of x; None: M.
     """
 
     tile: Tile
@@ -58,14 +61,19 @@ class Sizes:
     columns: int
     terms: int
     tiles: int
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         tile = self.tile
         if self.dtype not in (jnp.float8_e4m3fn, jnp.bfloat16):
             raise ValueError(f"operands are {self.dtype}; expected float8_e4m3fn or bfloat16")
         columns = (64, 128, 256) if tile.rows == WGMMA_ROWS else (64, 128)
-        if tile.rows not in (WGMMA_ROWS, 2 * WGMMA_ROWS) or tile.columns not in columns:
-            raise ValueError(f"{tile}; expected 64 x (64, 128 or 256) or 128 x (64 or 128) rows x columns")
+        if tile.rows not in (WGMMA_ROWS, 2 * WGMMA_ROWS, 4 * WGMMA_ROWS) or tile.columns not in columns:
+            raise ValueError(
+                f"{tile}; expected 64 x (64, 128 or 256), or 128 or 256 x (64 or 128) rows x columns"
+            )
+        if self.pair > 1 and self.cluster > 1:
+            raise ValueError(f"{tile} of a gated product; expected no splits with {tile.rows} rows")
         if self.gated and (tile.columns != BLOCK or tile.splits > CLUSTER):
             raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns, at most {CLUSTER} splits")
         for what, size, part in (
@@ -102,7 +110,7 @@ class Sizes:
         """Depth of the ring."""
         if self.tile.stages:
             return self.tile.stages
-        operands = (self.tile.rows + self.blocks * self.tile.columns) * SWIZZLE
+        operands = (self.block_rows + self.blocks * self.tile.columns) * SWIZZLE
         staged = COMPUTE * WGMMA_ROWS * self.width * jnp.dtype(self.staged_dtype).itemsize
         return (RING - staged) // operands
 
@@ -117,9 +125,35 @@ class Sizes:
         return self.tile.splits if self.gated else 1
 
     @property
-    def thread_blocks(self) -> int:
-        """Thread blocks of the grid. A cluster has one tile: no place of its parts is written twice."""
-        return self.tiles * self.column_tiles * self.cluster if self.cluster > 1 else self.tile.thread_blocks
+    def pair(self) -> int:
+        """Thread blocks that have rows of one tile."""
+        return 2 if self.tile.rows == 4 * WGMMA_ROWS else 1
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a tile that a thread block has."""
+        return self.tile.rows // self.pair
+
+    @property
+    def walkers(self) -> int:
+        """Walks over the tiles beside each other.
+
+        With parts in a cluster there are enough that none takes a second tile: no place is written twice.
+        """
+        if self.cluster > 1:
+            return self.tiles * self.column_tiles * self.cluster
+        return self.tile.thread_blocks // self.pair
+
+    @property
+    def band(self) -> int:
+        """Row tiles whose columns are walked together, so that tiles under way read the fewest operands.
+
+        Tiles of a band are r row tiles times walkers / r columns: their operands are fewest where the rows
+        of x are as many as those of w.
+        """
+        if self.tile.rows == WGMMA_ROWS:
+            return 1
+        return round((self.walkers * self.tile.columns * self.blocks / self.tile.rows) ** 0.5)
 
     @property
     def width(self) -> int:
@@ -138,7 +172,7 @@ class Sizes:
         if self.tile.splits == 1:
             return ()
         blocks = (self.blocks,) if self.gated else ()
-        shape = (self.tile.splits, *blocks, self.rows, self.columns)
+        shape = (self.tile.splits, *blocks, self.slots or self.rows, self.columns)
         return (jax.ShapeDtypeStruct(shape, jnp.float32),)
 
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -147,7 +181,7 @@ class Sizes:
             return self.parts_type()
         quantised = self.gated and self.fp8
         dtype = jnp.float8_e4m3fn if quantised else jnp.bfloat16
-        values = jax.ShapeDtypeStruct((self.rows, self.columns), dtype)
+        values = jax.ShapeDtypeStruct((self.slots or self.rows, self.columns), dtype)
         if not quantised:
             return (values,)
         return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.tiles * self.tile.rows), jnp.float32)
@@ -155,13 +189,15 @@ class Sizes:
     def scratch(self) -> dict[str, pl.MemoryRef | plgpu.Barrier]:
         """Shared memory and barriers of a thread block."""
         tile = self.tile
-        scratch = {
-            "xs": _operand((self.stages, tile.rows, self.stage_terms), self.dtype),
+        scratch: dict[str, Any] = {
+            "xs": _operand((self.stages, self.block_rows, self.stage_terms), self.dtype),
             "ws": _operand((self.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
             "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.staged_dtype),
             "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=self.stages),
             "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.stages),
         }
+        if self.pair > 1:
+            scratch["both_free"] = plgpu.ClusterBarrier(collective_axes=("half",), num_barriers=self.stages)
         if self.cluster > 1:
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
         elif self.staged_dtype == jnp.float8_e4m3fn:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation
 from kernels_pallas.top_k import mosaic_gpu, reference
-from kernels_pallas.top_k.mosaic_gpu import CHUNK, LINE
+from kernels_pallas.top_k.mosaic_gpu import CHUNK, LINE, MOST
 
 
 def top_k(
@@ -23,7 +23,7 @@ def top_k(
     chosen: -1 comes first where fewer entries are left.
 
     Args:
-        scores: float32, none of them NaN.
+        scores: float32, none of them NaN; L at most MOST for "mosaic_gpu".
         count: at most L.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" sorts.
         interpret: parameters of Pallas' interpreter; None compiles.
@@ -67,3 +67,5 @@ def check(scores: Described) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     if str(scores.dtype) != "float32":
         raise ValueError(f"top_k on mosaic_gpu: scores in {scores.dtype}, must be float32; use 'xla'")
+    if scores.shape[1] > MOST:
+        raise ValueError(f"top_k on mosaic_gpu: {scores.shape[1]} scores, at most {MOST}; use 'xla'")

@@ -31,6 +31,10 @@ def shapes() -> dict[str, Shape]:
         "small-ties": Shape(3, 4200, 700, values=5),
         "small-all-equal": Shape(2, 2500, 33, values=1),
         "small-every-warpgroup": Shape(2, 10240, 2048, values=300),
+        "small-cluster": Shape(2, 18000, 2048, values=40),
+        # A cluster of eight thread blocks with ties across them; more scores than its registers hold.
+        "ties-65k": Shape(3, 66560, values=3000),
+        "reread-257k": Shape(2, 263168),
         # DeepSeek-V3.2: a step of 40 slots, of one slot with a long context; a chunk of a prompt.
         "window4-batch40-12k": Shape(160, 12288),
         "window4-batch1-128k": Shape(4, 131072),

@@ -1,12 +1,17 @@
-"""The best scores without a sort, for Hopper: a thread block finds a token's least chosen score by its bits.
+"""The best scores without a sort, for Hopper: thread blocks find a token's least chosen score by its bits.
 
-Floats in total order are integers (``ordered``). The least chosen score is the largest number that ``count``
-scores reach. Each pass over all scores, which stay in L1 or L2, fixes two of its bits. Then a score is chosen
-if it is larger, or if it is equal and among the first equal scores. Every choice is a bit, 32 to a word, with
-the number of bits before the word.
+Floats in total order are integers (``ordered``), here without a sign. The least chosen score is the largest
+number that ``count`` scores reach. Its thread blocks, a cluster, read a token's scores once and hold them in
+registers. Each round sorts the scores into eight buckets by the next three bits and so fixes these bits; a
+round in which exactly ``count`` scores reach a bucket is the last. Then a score is chosen if it is larger, or
+if it is equal and among the first equal scores. Every choice is a bit, 32 to a word, with the number of bits
+before the word.
 
 Scores lie in lines of 32: a warp handles a line, each lane a score.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +34,28 @@ from kernels_pallas.mosaic import (
 )
 from kernels_pallas.top_k.reference import NOTHING
 
-READERS = 4  # warpgroups; each has its share of the scores
-LINES = 64
+READERS = 4  # warpgroups of a thread block; each has its share of the scores
+LINES = 32
 CHUNK = LINES * LINE
-"""Scores that a warpgroup reads at a time."""
+"""Scores that a warpgroup handles at a time."""
 
-_BITS = 2  # bits of the least score that a pass fixes
-_CANDIDATES = (1 << _BITS) - 1
-# Lines whose counts warpgroups exchange, so that the counts of all warpgroups fill a warp's lanes.
-_FOLDED = LINE // READERS
-_LOWEST = -(2**31)
-# The ordered integer that follows that of -inf.
-_LEAST = -0x7F800000
-_HALF = 16  # bits that hold a count within a chunk
+WARPS = 4  # of a warpgroup
+HELD = 8  # most chunks that a warpgroup holds: 64 of a thread's 128 registers
+_CLUSTER = 8  # most thread blocks of a cluster that every Hopper GPU can place
+_MULTIPROCESSORS = 132  # of an H100 or H200
+
+_BITS = 3  # bits of the least score that a round fixes
+_BUCKETS = 1 << _BITS
+_ROUNDS = -(-32 // _BITS)
+_WORDS = _BUCKETS // 2  # a word has the counts of two buckets, 16 bits each
+_HALF = 16
+_LOW = (1 << _HALF) - 1
+# A half of a word holds the count of a bucket that four warps, a lane's, have: CHUNK / WARPS of each chunk.
+_SHARE = _LOW // CHUNK
+MOST = _SHARE * _CLUSTER * READERS * CHUNK
+"""Most scores of a token."""
+# The number that follows that of -inf.
+_LEAST = 0x00800000
 
 
 def choose(
@@ -52,113 +66,187 @@ def choose(
     Also returned is room for their indices: NOTHING in at least ``count`` places.
 
     Args:
-        scores: float32, L a multiple of CHUNK; -inf is never chosen.
+        scores: float32, L a multiple of CHUNK and at most MOST; -inf is never chosen.
         count: most scores to choose.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
     tokens, size = scores.shape
-    chunks = size // CHUNK
-    share, room = -(-chunks // READERS), -(-count // (4 * LINE)) * 4
+    chunks, room = size // CHUNK, -(-count // (4 * LINE)) * 4
+    blocks = cluster(tokens, chunks)
+    share = -(-chunks // (blocks * READERS))
+    # Lines that hold one count of each warp of the token.
+    lines_of_counts = max(1, blocks * READERS * WARPS // LINE)
     wg = Warpgroup(interpret is not None)
 
     def body(
-        scores: Ref, words: Ref, before: Ref, nothing: Ref, counts: Ref, chunk_counts: Ref, counted: Ref
+        scores: Ref, words: Ref, before: Ref, nothing: Ref, counts: Ref, line_counts: Ref, counted: Ref
     ) -> None:
-        reader, token = lax.axis_index("reader"), lax.axis_index("token")
-        first = jnp.minimum(reader * share, chunks)
-        last = jnp.minimum(first + share, chunks)
-        none = wg.laid_out(jnp.zeros((LINES, LINE), jnp.int32), LINES_OF)
+        token, reader = lax.axis_index("token"), lax.axis_index("reader")
+        block = lax.axis_index("block") if blocks > 1 else 0
+        mine = block * READERS + reader
+        first = mine * share
 
-        def numbers(chunk: jax.Array) -> jax.Array:
-            return ordered(load(scores, (token, pl.ds(chunk * LINES, LINES)), LINES_OF))
+        def read(i: jax.Array | int) -> jax.Array:
+            """The numbers of the warpgroup's chunk i; of a chunk that does not exist, the least number."""
+            chunk = jnp.minimum(first + i, chunks - 1)
+            signed = ordered(load(scores, (token, pl.ds(chunk * LINES, LINES)), LINES_OF))
+            number = lax.bitcast_convert_type(signed, jnp.uint32) ^ jnp.uint32(1 << 31)
+            return number & jnp.where(first + i < chunks, jnp.uint32((1 << 32) - 1), jnp.uint32(0))
 
-        def exchange(parity: jax.Array | int, found: tuple[jax.Array, ...]) -> list[jax.Array]:
-            """Exchange the counts of all warpgroups for each candidate, 8 numbers per warpgroup."""
-            for i, x in enumerate(found):
-                parts = [x[j : j + _FOLDED] for j in range(0, LINES, _FOLDED)]
-                counts[parity, i, pl.ds(reader * _FOLDED, _FOLDED)] = jnp.sum(
-                    sum(parts[1:], parts[0]), axis=1
-                )
+        held = [read(i) for i in range(share)] if share <= HELD else None
+
+        def over(step: Callable[..., Any], carry: Any) -> Any:
+            """Fold ``step`` over the warpgroup's chunks: their places and numbers."""
+            if held is None:
+                return lax.fori_loop(0, share, lambda i, carry: step(i, read(i), carry), carry)
+            for i, number in enumerate(held):
+                carry = step(i, number, carry)
+            return carry
+
+        def exchange(i: jax.Array, found: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
+            """Exchange counts of lines with all warpgroups of the token: lines of one number per warp.
+
+            i: number of exchanges before.
+            """
+            # Counts in device memory have a place of their own each time, of which a multiprocessor's
+            # first-level cache cannot have an old copy.
+            at = (lax.rem(i, 2),) if blocks == 1 else (token, i)
+            for j, x in enumerate(found):
+                counts[(*at, j, pl.ds(mine * WARPS, WARPS))] = jnp.sum(x, axis=1)
+            if blocks > 1:
+                wg.publish()
             plgpu.barrier_arrive(counted)
             plgpu.barrier_wait(counted)
-            return [load(counts, (parity, i), LINE_OF) for i in range(len(found))]
+            return [
+                [load(counts, (*at, j, pl.ds(k * LINE, LINE)), LINE_OF) for k in range(lines_of_counts)]
+                for j in range(len(found))
+            ]
 
-        def narrow(i: jax.Array, least: jax.Array) -> jax.Array:
-            """Fix two more bits of the least score."""
-            unit = lax.shift_left(jnp.int32(1), 32 - _BITS - _BITS * i)
-            candidates = [least + unit * (j + 1) for j in range(_CANDIDATES)]
+        none = wg.laid_out(jnp.zeros((WARPS, LINE), jnp.int32), LINES_OF)
+        if blocks * READERS * WARPS < LINE:
+            for parity in range(2):
+                for j in range(_WORDS):
+                    counts[parity, j, pl.ds(LINE // 2 + mine * WARPS, WARPS)] = jnp.sum(none, axis=1)
 
-            def reach(chunk: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                number = numbers(chunk)
-                return tuple(x + jnp.where(number >= c, 1, 0) for x, c in zip(found, candidates, strict=True))
+        def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Fix three more bits of the least score.
 
-            found = lax.fori_loop(first, last, reach, (none,) * _CANDIDATES)
-            # A warpgroup may still read the counts exchanged before.
-            for of_all in exchange(lax.rem(i, 2), found):
-                least += jnp.where(jnp.sum(of_all) >= count, unit, 0)
-            return least
+            State: number of rounds; least score; number of scores that reach it; number of scores that reach
+            the least score known to be too large.
+            """
+            i, least, reach, above = state
+            shift = ((_ROUNDS - 1 - i) * _BITS).astype(jnp.uint32)
 
-        least = jnp.maximum(lax.fori_loop(0, 32 // _BITS, narrow, jnp.int32(_LOWEST)), _LEAST)
+            def sort(_: Any, number: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                # The last bucket also has the scores that are in none.
+                bucket = jnp.minimum((number - least) >> shift, jnp.uint32(_BUCKETS - 1))
+                ones = jnp.uint32(1) << (bucket * 4)
+                # A lane finds at most 8 scores of a bucket, one in each line of its warp.
+                folded = sum((ones[j : j + WARPS] for j in range(WARPS, LINES, WARPS)), ones[:WARPS])
+                folded = lax.bitcast_convert_type(folded, jnp.int32)
+                return tuple(
+                    x + (lax.shift_right_logical(folded, 4 * j) & 0xF000F) for j, x in enumerate(found)
+                )
 
-        def compare(chunk: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            number = numbers(chunk)
-            larger, equal = found
-            return larger + jnp.where(number > least, 1, 0), equal + jnp.where(number == least, 1, 0)
+            packed = exchange(i, over(sort, (none,) * _WORDS))
+            halves = [sum(lines[1:], lines[0]) for lines in packed]
+            sizes = [jnp.sum(x & _LOW) for x in halves]
+            sizes += [jnp.sum(lax.shift_right_logical(x, _HALF)) for x in halves[:-1]]
+            unit, reaches = jnp.uint32(1) << shift, reach
+            bound = least
+            for size in sizes:
+                reaches, bound = reaches - size, bound + unit
+                enough = reaches >= count
+                least, reach = jnp.where(enough, bound, least), jnp.where(enough, reaches, reach)
+                above = jnp.where(enough, above, jnp.maximum(above, reaches))
+            return i + 1, least, reach, above
 
-        found = lax.fori_loop(first, last, compare, (none, none))
-        larger, equal = exchange(0, found)
-        at = wg.iota_of((LINE,), 0, LINE_OF)
-        wanted = count - jnp.sum(larger)  # number of equal scores to choose
-        here = [jnp.sum(jnp.where(at < reader * _FOLDED, x, 0)) for x in (larger, equal)]
+        i, least, reach, above = lax.while_loop(
+            lambda state: jnp.logical_and(state[0] < _ROUNDS, state[2] != count),
+            narrow,
+            (jnp.int32(0), jnp.uint32(0), jnp.int32(blocks * READERS * share * CHUNK), jnp.int32(0)),
+        )
+        # Number of scores equal to the least to choose: perhaps all.
+        everything = jnp.logical_or(reach == count, least < _LEAST)
+        wanted = jnp.where(everything, count, count - above)
+        least = jnp.maximum(least, jnp.uint32(_LEAST))
 
-        def write(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            number, lines = numbers(chunk), pl.ds(chunk * LINES, LINES)
+        def compare(i: Any, number: jax.Array, found: jax.Array) -> jax.Array:
+            both = jnp.where(number > least, 1, 0) + jnp.where(number == least, 1 << _HALF, 0)
+            line_counts[reader, i, :] = jnp.sum(both, axis=1)
+            return found + sum((both[j : j + WARPS] for j in range(WARPS, LINES, WARPS)), both[:WARPS])
+
+        (lines,) = exchange(i, (over(compare, none),))
+        larger_before, equal_before = jnp.int32(0), jnp.int32(0)
+        for k, line in enumerate(lines):
+            earlier = jnp.where(wg.iota_of((LINE,), 0, LINE_OF) + k * LINE < mine * WARPS, line, 0)
+            larger_before += jnp.sum(earlier & _LOW)
+            equal_before += jnp.sum(lax.shift_right_logical(earlier, _HALF))
+
+        def write(i: Any, number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            place = pl.ds((first + i) * LINES, LINES)
             line, lane = (wg.iota_of((LINES, LINE), axis, LINES_OF) for axis in range(2))
             larger, equal = number > least, number == least
-            chunk_counts[reader, :] = jnp.sum(
-                jnp.where(larger, 1, 0) + jnp.where(equal, 1 << _HALF, 0), axis=1
+            of_lines = load(line_counts, (reader, i), LINE_OF)
+            earlier = jnp.sum(
+                jnp.where(lane < line, wg.laid_out(per_column(of_lines, LINES), LINES_OF), 0), axis=1
             )
-            halves = [load(chunk_counts, (reader, pl.ds(j * LINE, LINE)), LINE_OF) for j in range(2)]
-            earlier = [
-                jnp.where(lane + j * LINE < line, wg.laid_out(per_column(half, LINES), LINES_OF), 0)
-                for j, half in enumerate(halves)
-            ]
-            both, of_chunk = jnp.sum(earlier[0] + earlier[1], axis=1), jnp.sum(halves[0] + halves[1])
-            larger_before = carry[0] + (both & (1 << _HALF) - 1)
-            equal_before = carry[1] + lax.shift_right_logical(both, _HALF)
+            of_chunk = jnp.sum(of_lines)
+            larger_before = carry[0] + (earlier & _LOW)
+            equal_before = carry[1] + lax.shift_right_logical(earlier, _HALF)
             bit = lax.shift_left(jnp.full_like(lane, 1), lane)
             equals = jnp.sum(jnp.where(equal, bit, 0), axis=1)
             rank = _spread(wg, equal_before) + _set_bits(_spread(wg, equals) & (bit - 1))
             chosen = jnp.logical_or(larger, jnp.logical_and(equal, rank < wanted))
-            words[token, lines] = jnp.sum(jnp.where(chosen, bit, 0), axis=1)
-            before[token, lines] = larger_before + jnp.minimum(equal_before, wanted)
-            return carry[0] + (of_chunk & (1 << _HALF) - 1), carry[1] + lax.shift_right_logical(
-                of_chunk, _HALF
-            )
 
-        lax.fori_loop(first, last, write, tuple(here))
+            @pl.when(first + i < chunks)
+            def _() -> None:
+                words[token, place] = jnp.sum(jnp.where(chosen, bit, 0), axis=1)
+                before[token, place] = larger_before + jnp.minimum(equal_before, wanted)
 
-        @pl.when(reader == READERS - 1)
+            return carry[0] + (of_chunk & _LOW), carry[1] + lax.shift_right_logical(of_chunk, _HALF)
+
+        over(write, (larger_before, equal_before))
+
+        @pl.when(mine == blocks * READERS - 1)
         def _() -> None:
             nothing[token, :, :] = wg.laid_out(jnp.full((room, LINE), NOTHING, jnp.int32), LINES_OF)
 
     shape = jax.ShapeDtypeStruct((tokens, size // LINE), jnp.int32)
-    words, before, nothing = plgpu.kernel(
+    out_type = [shape, shape, jax.ShapeDtypeStruct((tokens, room, LINE), jnp.int32)]
+    scratch: list[Any] = [plgpu.SMEM((READERS, share, LINES), jnp.int32)]
+    clusters: dict[str, Any] = {}
+    counts = _WORDS, lines_of_counts * LINE
+    if blocks == 1:
+        scratch = [plgpu.SMEM((2, *counts), jnp.int32), *scratch, plgpu.Barrier(num_arrivals=READERS)]
+    else:
+        out_type.append(jax.ShapeDtypeStruct((tokens, _ROUNDS + 1, *counts), jnp.int32))
+        scratch.append(plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=READERS))
+        clusters = {"cluster": (blocks,), "cluster_names": ("block",)}
+    words, before, nothing, *_ = plgpu.kernel(
         body,
         kernel_name="top_k",
-        out_type=(shape, shape, jax.ShapeDtypeStruct((tokens, room, LINE), jnp.int32)),
-        scratch_types=[
-            plgpu.SMEM((2, _CANDIDATES, LINE), jnp.int32),
-            plgpu.SMEM((READERS, LINES), jnp.int32),
-            plgpu.Barrier(num_arrivals=READERS),
-        ],
+        out_type=tuple(out_type),
+        scratch_types=scratch,
         grid=(tokens,),
         grid_names=("token",),
         num_threads=READERS,
         thread_name="reader",
         interpret=interpret,
+        **clusters,
     )(scores.reshape(tokens, -1, LINE))
     return words, before, nothing.reshape(tokens, -1)
+
+
+def cluster(tokens: int, chunks: int) -> int:
+    """Thread blocks of a token: enough to hold its scores, and more while the GPU has room for them."""
+    blocks = 1
+    while blocks < _CLUSTER:
+        share = -(-chunks // (blocks * READERS))
+        if share <= HELD and (share <= HELD // 2 or tokens * blocks * 2 > _MULTIPROCESSORS):
+            break
+        blocks *= 2
+    return blocks
 
 
 def _spread(wg: Warpgroup, x: jax.Array) -> jax.Array:

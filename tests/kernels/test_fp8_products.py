@@ -99,7 +99,7 @@ def test_experts_equal_those_of_float64(quantised):
     if not quantised:
         gate_up, down = jnp.bfloat16(big), jnp.bfloat16(small)
         gate_up_scale = down_scale = None
-    run = jax.jit(partial(api.expert_mlp, rows_per_expert=8, implementation="xla"))
+    run = jax.jit(partial(api.expert_mlp, implementation="xla"))
     y = run(x, ids, weights, gate_up, down, gate_up_scale, down_scale)
     expected = np.zeros((20, 256))
     for t, (row, chosen) in enumerate(zip(np.asarray(x, np.float64), np.asarray(ids), strict=True)):
@@ -132,7 +132,7 @@ def test_rows_quantised_before_give_the_same():
     for run in (
         partial(fp8.fp8_matmul, w=gate_up[0], w_scale=gate_up_scale[0]),
         partial(fp8.fp8_mlp, gate_up=gate_up, down=down, gate_up_scale=gate_up_scale, down_scale=down_scale),
-        lambda x, **on: api.expert_mlp(x, ids, weights, *experts, rows_per_expert=7, **on),
+        lambda x, **on: api.expert_mlp(x, ids, weights, *experts, **on),
     ):
         run = jax.jit(partial(run, implementation="xla"))
         np.testing.assert_array_equal(run(quantise(x)), run(x))

@@ -9,7 +9,7 @@ from kernels_pallas.checking.registry import cases
 from kernels_pallas.mosaic import ordered
 from kernels_pallas.router import mosaic_gpu as router
 from kernels_pallas.top_k import api, mosaic_gpu, reference
-from kernels_pallas.top_k.cases import case, shapes
+from kernels_pallas.top_k.cases import Shape, case, shapes
 from tests.kernels.interpreter import interpret, notices, without
 
 CASES = {c.name.split("/")[1]: c for c in cases("top_k/") if c.small}
@@ -56,7 +56,7 @@ def test_integers_are_in_the_order_of_floats():
     rising = np.array([-np.inf, -3e38, -1.5, -1e-45, -0.0, 0.0, 1e-45, 1.5, 3e38, np.inf], np.float32)
     numbers = np.asarray(ordered(jnp.asarray(rising)))
     assert (np.diff(numbers.astype(np.int64)) > 0).all()
-    assert numbers[0] + 1 == mosaic_gpu._LEAST
+    assert numbers[0].astype(np.int64) + 2**31 + 1 == mosaic_gpu._LEAST
     assert numbers[0] == router._DROPPED > router._TAKEN
     x = jnp.asarray(np.random.default_rng(0).integers(-(2**31), 2**31, 200), jnp.int32)
     np.testing.assert_array_equal(mosaic_gpu._set_bits(x), jax.lax.population_count(x))
@@ -67,6 +67,11 @@ def test_other_scores_than_float32_are_refused():
         api.top_k(jnp.zeros((1, 64), jnp.bfloat16), 2, implementation="mosaic_gpu")
 
 
+def test_more_scores_than_halves_of_words_count_are_refused():
+    with pytest.raises(ValueError, match="2064385 scores, at most 2064384; use 'xla'"):
+        api.check(jax.ShapeDtypeStruct((1, mosaic_gpu.MOST + 1), jnp.float32))
+
+
 @needs_interpreter
 @pytest.mark.parametrize("name", [n if n == FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_the_kernel_chooses_what_a_sort_does_without_races(name):
@@ -75,12 +80,43 @@ def test_the_kernel_chooses_what_a_sort_does_without_races(name):
     assert run.distance == 0
 
 
+def eight_small_blocks(monkeypatch, held):
+    """A case of a cluster of eight thread blocks of a warpgroup each; the interpreter has few threads."""
+    monkeypatch.setattr(mosaic_gpu, "READERS", 1)
+    monkeypatch.setattr(mosaic_gpu, "HELD", held)
+    shape = Shape(1, 10240, 2048, values=300)
+    assert mosaic_gpu.cluster(shape.tokens, shape.entries // mosaic_gpu.CHUNK) == 8
+    return case("cluster", shape)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("held", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_eight_thread_blocks_choose_what_a_sort_does_without_races(monkeypatch, held):
+    """Scores in registers, and scores that are read again each time."""
+    run = interpret(eight_small_blocks(monkeypatch, held))
+    assert not run.races
+    assert run.distance == 0
+
+
 @needs_interpreter
 @pytest.mark.slow
-def test_a_missing_wait_is_noticed(monkeypatch, capfd):
+@pytest.mark.parametrize("blocks", [1, 8])
+def test_a_missing_wait_is_noticed(monkeypatch, capfd, blocks):
     without(monkeypatch, "barrier_wait", "exchange")
-    assert notices(case("mutant", shapes()["small-ties"]))
+    assert notices(
+        case("mutant", shapes()["small-ties"]) if blocks == 1 else eight_small_blocks(monkeypatch, 2)
+    )
     capfd.readouterr()  # every race is printed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "blocks"),
+    [(4, 131072, 8), (4, 163840, 8), (4, 32768, 2), (160, 12288, 1), (160, 131072, 4), (2048, 32768, 1)],
+)
+def test_a_tokens_scores_are_read_once(tokens, scores, blocks):
+    chunks = scores // mosaic_gpu.CHUNK
+    assert mosaic_gpu.cluster(tokens, chunks) == blocks
+    assert chunks <= blocks * mosaic_gpu.READERS * mosaic_gpu.HELD
 
 
 @needs_interpreter

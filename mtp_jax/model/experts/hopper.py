@@ -73,6 +73,6 @@ class HopperExperts(Experts):
             second_scale,
             counts=r.counts,
             first=first,
-            rows_per_expert=-(-r.ids.size // (down.shape[0] * shards)),
+            shards=shards,
             implementation="mosaic_gpu",
         )
