@@ -1,10 +1,10 @@
 """Medusa heads (``model.medusa``) as a drafter: each draft depends on one hidden state of the trunk alone.
 
-A tree is given by the ranks on the way to every node (arXiv 2401.10774, section 2.1.2): the tokens of a step
-are the best ones of its head, under every parent alike.
-
 That state is the last committed token's, which is pending from one step to the next. Nothing is cached. A
 sequence that begins with cached pages computes its last token anew, so no page keeps a hidden state.
+
+A tree is given by the ranks on the way to every node (arXiv 2401.10774, section 2.1.2): the tokens of a step
+are the likeliest tokens of its head, under every parent alike.
 """
 
 from dataclasses import dataclass
