@@ -31,7 +31,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import check_config
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import OF_MLA, GqaConfig, ModelConfig
-from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
+from mtp_jax.model.params import Layer, Medusa, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import data_size, param_sharding
 from mtp_jax.text.grammar import Grammars
 
@@ -104,8 +104,10 @@ def rigged(
     head[follower] += contrast * raw.embed / np.linalg.norm(raw.embed, axis=1, keepdims=True)
     through = np.concatenate([np.eye(cfg.hidden_size), np.zeros((cfg.hidden_size,) * 2)], axis=1)
     merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
-    layers = tuple(quiet(layer) for layer in raw.layers)
-    params = replace(raw, layers=layers, head=head, nextn=tuple(merges))
+    layers, drafter = tuple(quiet(layer) for layer in raw.layers), raw.drafter
+    if isinstance(drafter, Medusa):
+        drafter = Medusa(drafter.blocks, (head,) * len(drafter.tables))
+    params = replace(raw, layers=layers, head=head, nextn=tuple(merges), drafter=drafter)
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32), params)
 
 

@@ -19,6 +19,9 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
     """
     if engine.busy:
         raise RequestError("the engine is serving requests; draft needs it idle")
+    head = engine.cfg.drafter
+    if head and head.most_drafts is not None and depth > head.most_drafts:
+        raise RequestError(f"{depth} drafts; the {head.name} head makes {head.most_drafts} at most")
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, suffix_drafts=False)
     request = engine.make_request(prompt, one, spare=depth)
     most = engine.config.max_model_len

@@ -19,7 +19,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import BlockConfig, head_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, nbytes
-from mtp_jax.model.params import BlockHead, Eagle3, Layer, Moe, NextN, Params, type_of
+from mtp_jax.model.params import BlockHead, Eagle3, Layer, Medusa, Moe, NextN, Params, type_of
 from mtp_jax.planning.work import attention, expected_experts
 
 
@@ -71,12 +71,13 @@ def of_head(params: Params, size: Measure = nbytes) -> Size:
     return Size(size(params.table))
 
 
-Module = NextN | Eagle3 | BlockHead
+Module = NextN | Eagle3 | BlockHead | Medusa
 
 
 def of_nextn(p: Module, size: Measure = nbytes) -> Size:
-    """One NextN layer, or a draft head, without its tables."""
-    blocks = (each.layer for each in p.layers) if isinstance(p, BlockHead) else (p.layer,)
+    """One NextN layer, or a draft head, without its tables; of Medusa heads one."""
+    blocks = (each.layer for each in p.layers) if isinstance(p, BlockHead) else ()
+    blocks = (p.layer,) if isinstance(p, NextN | Eagle3) else blocks
     return sum((of_layer(layer, size) for layer in blocks), Size(size(p.merging)))
 
 
@@ -144,7 +145,9 @@ def of_launch(
     cached = key.pages * page_size
     # Layers that attend: a NextN layer's own, or none, where only rows are written.
     first, none = cfg.num_hidden_layers, range(0)
-    own = range(first, first + (draft_head.sizes.num_hidden_layers if draft_head else 1))
+    sizes = draft_head and draft_head.sizes
+    layers = 0 if draft_head else 1
+    own = range(first, first + (sizes.num_hidden_layers if sizes else layers))
 
     def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
         """Add one pass over rows: (sequences, tokens in each)."""
@@ -157,8 +160,8 @@ def of_launch(
     def of_attention(layer: int, rows: tuple[int, int]) -> Work:
         """The work of attention in a layer, of windows over the cached rows of their slots."""
         (slots, width), of = rows, cfg
-        if draft_head and layer in own:
-            of = draft_head.sizes
+        if sizes and layer in own:
+            of = sizes
         a = attention(of, layer, width, cached)
         values = a.rows * of.row.width + a.keys * (of.indexer.dim if of.indexer else 0)
         return Work(slots * values * itemsize, slots * (a.flops + a.scoring))

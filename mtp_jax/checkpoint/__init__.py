@@ -49,7 +49,7 @@ def load(
 
     Args:
         model_dir: a folder in Hugging Face layout, or a folder written by ``mtp-jax convert``.
-        draft_model: a folder with the NextN layers (in place, lmsys NextN or xLLM export) or with an EAGLE-3
+        draft_model: a folder with the NextN layers (in place, lmsys NextN or xLLM export) or with a draft
             head. None: the layers of ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
         narrow: "keep": weights in FP8 or int4, and for float32 weights in bfloat16, stay so in memory

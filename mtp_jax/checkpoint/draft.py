@@ -103,10 +103,10 @@ def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = N
     raw = read_json(folder.path / "config.json")
     try:
         if is_head(raw):
-            tensors = head_tensors(folder)
+            tensors = head_tensors(folder, raw)
             head = head_config(raw, cfg, tensors, captures)
             check_ids(tensors, cfg.vocab_size)
-            return Draft(folder.path, head.name, tensors, head.sizes, head=head)
+            return Draft(folder.path, head.name, tensors, head.sizes or cfg, head=head)
     except ConfigError as e:
         raise ConfigError(f"{folder.path}: {e}") from e
     if captures is not None:

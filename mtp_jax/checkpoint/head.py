@@ -7,6 +7,7 @@ import numpy as np
 
 from mtp_jax.checkpoint.folder import Folder
 from mtp_jax.checkpoint.formats import IDS
+from mtp_jax.checkpoint.medusa import is_medusa, medusa_config, medusa_name
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
@@ -18,7 +19,6 @@ from mtp_jax.model.hf_config import is_number
 # Marks of the names of architectures and types, in lower case: of heads that are read, and of others.
 _EAGLE3, _BLOCKS = "eagle3", ("dflash", "dspark")
 _OTHERS = {
-    "medusa": "Medusa heads are not supported",
     "domino": "Domino projectors are not supported",
     "eagle3moe": "EAGLE-3 heads with experts are not supported",
 }
@@ -44,9 +44,9 @@ def is_head(raw: JsonObject) -> bool:
         if why := next((why for mark, why in _OTHERS.items() if mark in kind), None):
             raise ConfigError(
                 f"config.json says {kind!r:.80}: {why}; expected a head of EAGLE-3, DFlash, "
-                "DFlash2 or DSpark, or NextN layers"
+                "DFlash2 or DSpark, Medusa heads, or NextN layers"
             )
-    return any(mark in kind for kind in kinds for mark in (_EAGLE3, *_BLOCKS))
+    return is_medusa(raw) or any(mark in kind for kind in kinds for mark in (_EAGLE3, *_BLOCKS))
 
 
 def _kinds(raw: JsonObject) -> list[str]:
@@ -64,6 +64,8 @@ def head_config(
     the list begins with 1, else inputs, as SGLang and vLLM read it. Raises ConfigError for a head that does
     not fit the trunk, or is not supported.
     """
+    if is_medusa(raw):
+        return medusa_config(raw, cfg, tensors, captures)
     inner = raw.get("transformer_layer_config")
     layer: JsonObject = inner if isinstance(inner, dict) else raw
     nested = [raw[key] for key in ("eagle_config", "dflash_config") if isinstance(raw.get(key), dict)]
@@ -202,14 +204,16 @@ def _layer_config(layer: JsonObject, vocabulary: object, normed: bool) -> ModelC
     return ModelConfig.from_dict({**sizes, "model_type": kind, "vocab_size": vocabulary})
 
 
-def head_tensors(folder: Folder) -> dict[str, Tensor]:
-    """The tensors of a head under the names of ``specs``."""
+def head_tensors(folder: Folder, raw: JsonObject) -> dict[str, Tensor]:
+    """The tensors of a head under the names of ``specs``. raw: its config.json."""
     found: dict[str, Tensor] = {}
+    medusa = is_medusa(raw)
     single = not any("fc_norm.1." in name for name in folder.tensors)
     for name, tensor in folder.tensors.items():
         short = name.removeprefix("model.")
         for alias, known in _ALIASES.items():
             short = short.replace(alias, known)
+        short = medusa_name(short) if medusa else short
         match = _LAYER.fullmatch(short)
         short = f"layers.{match[1] or 0}.{match[2]}" if match else short
         if single:  # one norm of one tap is the norm of all taps

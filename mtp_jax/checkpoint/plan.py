@@ -127,7 +127,7 @@ def match(
     if cfg.tie_word_embeddings:
         copies.append(HEAD)
     head = head_of(cfg)
-    if head and head.sizes.hidden_size == cfg.hidden_size:
+    if head and head.sizes and head.sizes.hidden_size == cfg.hidden_size:
         copies.append(HEAD_EMBED)
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 

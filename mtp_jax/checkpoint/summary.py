@@ -119,6 +119,8 @@ class Summary:
 
 
 def _head(head: Head) -> str:
+    if head.sizes is None:
+        return f"{head.most_drafts} {head.name} heads, which read the final hidden state"
     kind = "GQA" if head.sizes.gqa else "MLA"
     taps = ", ".join(map(str, head.taps))
     return f"{head.name}, {kind}, {head.sizes.vocab_size:,} tokens; reads the stream after layers {taps}"
@@ -234,7 +236,7 @@ def _summary(
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
 
     def of_head(dtype: str) -> int:
-        sizes = head.sizes if (head := head_of(cfg)) else None
+        sizes = (head := head_of(cfg)) and head.sizes
         return sum(sizes.cache_bytes(i, dtype) for i in range(sizes.num_hidden_layers)) if sizes else 0
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:

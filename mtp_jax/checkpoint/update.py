@@ -20,6 +20,7 @@ from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import HeadConfig, ModelConfig
 from mtp_jax.model.head_config import Captures, head_of
+from mtp_jax.model.head_specs import BlockHead, Eagle3
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
 
@@ -86,7 +87,7 @@ def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> 
 def _head_like(head: HeadConfig, path: str | Path, cfg: ModelConfig) -> Draft:
     """The head in this folder, whose list of taps may count as either kind does. Raises CheckpointError."""
     faults: list[str] = []
-    for captures in get_args(Captures):
+    for captures in (None, *get_args(Captures)):
         try:
             draft = open_draft(path, cfg, captures)
         except (CheckpointError, ConfigError) as error:
@@ -132,7 +133,7 @@ def _own_copies(now: Params) -> frozenset[str]:
     for k, layer in enumerate(now.nextn):
         embed, head = nextn_copies(len(now.layers), k)
         names |= {name for name, table in ((embed, layer.embed), (head, layer.head)) if table is not None}
-    if now.drafter is not None and now.drafter.embed is not None:
+    if isinstance(now.drafter, Eagle3 | BlockHead) and now.drafter.embed is not None:
         names.add(HEAD_EMBED)
     return frozenset(names)
 

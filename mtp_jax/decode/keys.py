@@ -1,5 +1,7 @@
 """The host's view of the device: the keys of programs, and the layout of a packed result. No jax here."""
 
+import json
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,27 +18,40 @@ MAX_DRAFTS = 31
 _TREE = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,4})")
 
 
+Way = tuple[int, ...]
+"""The way to a node of a tree: its draft is the token of this rank, 0 the likeliest, at each step."""
+
+
 @dataclass(frozen=True)
 class TreeShape:
-    """Sizes of the trees that a drafter grows (``drafter/grow.py``).
+    """Sizes of the trees that a drafter grows (``drafter/grow.py``), or of the one tree that is given.
 
     Attributes:
         topk: children of a node, and nodes of a step that get children in the next one.
         steps: most drafts on the way to a node.
         nodes: drafts of a tree, the best of all that were found.
+        ways: the nodes of the tree that is given, parents first; none of trees that grow. topk is the number
+            of ranks then.
     """
 
     topk: int
     steps: int
     nodes: int
+    ways: tuple[Way, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> "TreeShape":
-        """The sizes in a text like "4x3x12". Raises ConfigError."""
+        """The sizes in a text like "4x3x12", or the tree in "[[0], [1], [0, 0]]". Raises ConfigError."""
+        if str(text).startswith("["):
+            return cls._given(text)
         match = _TREE.fullmatch(str(text))
         if match is None:
-            raise ConfigError(f"tree = {text!r:.80}; expected TOPKxSTEPSxNODES, such as '4x3x12'")
-        shape = cls(*map(int, match.groups()))
+            raise ConfigError(
+                f"tree = {text!r:.80}; expected TOPKxSTEPSxNODES, such as '4x3x12', or lists of ranks, such "
+                "as '[[0], [1], [0, 0]]'"
+            )
+        topk, steps, nodes = map(int, match.groups())
+        shape = cls(topk, steps, nodes)
         if shape.topk < 2:
             raise ConfigError(f"tree = {text!r}: one child per node is a chain; use num_speculative_tokens")
         if not 0 < shape.rows <= MAX_DRAFTS and shape.steps != 1:
@@ -52,10 +67,38 @@ class TreeShape:
             )
         return shape
 
+    @classmethod
+    def _given(cls, text: str) -> "TreeShape":
+        """The tree of Medusa's ``medusa_choices``: for every node the ranks on its way, parents first."""
+        try:
+            ways = [tuple(map(operator.index, way)) for way in json.loads(text)]
+        except (ValueError, TypeError, RecursionError) as e:
+            raise ConfigError(f"tree = {text!r:.80}; expected lists of ranks in JSON: {e}") from e
+        known: set[Way] = {()}
+        for way in ways:
+            if way in known or way[:-1] not in known or not 0 <= min(way) <= max(way) < MAX_DRAFTS:
+                raise ConfigError(
+                    f"tree = {text!r:.80} has {list(way)}; expected every node once, behind its parent, in "
+                    f"ranks from 0 to {MAX_DRAFTS - 1}"
+                )
+            known.add(way)
+        steps = max(map(len, ways), default=0)
+        if not steps < len(ways) <= MAX_DRAFTS:
+            raise ConfigError(
+                f"tree = {text!r:.80} has {len(ways)} nodes; expected {steps + 1} to {MAX_DRAFTS}: more than "
+                f"a chain has in {steps} steps, and no more than a window holds"
+            )
+        return cls(1 + max(map(max, ways)), steps, len(ways), tuple(ways))
+
+    @property
+    def kind(self) -> Literal["grown", "given"]:
+        """Whether a drafter finds the nodes."""
+        return "given" if self.ways else "grown"
+
     @property
     def rows(self) -> int:
         """Nodes that the drafter itself runs over, behind the newest token."""
-        return (self.steps - 1) * self.topk
+        return 0 if self.ways else (self.steps - 1) * self.topk
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config_parts import Trees
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.rules import BadWords, Constraints, ThinkingBudget, TokenRule, bad_words
 from mtp_jax.text.tokenizer import Tokenizer
@@ -38,23 +39,32 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
             "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
         )
-    most = cfg.drafter and cfg.drafter.most_drafts
-    if most is not None and config.num_speculative_tokens > most:
-        raise ConfigError(
-            f"num_speculative_tokens = {config.num_speculative_tokens}, but a block of this "
-            f"{cfg.drafter and cfg.drafter.name} head has {most} drafts; use {most} or less"
-        )
-    layers = cfg.num_nextn_predict_layers
-    if config.tree is not None and (most is not None or (cfg.drafter is None and layers != 1)):
-        own = f"a {cfg.drafter.name} head" if cfg.drafter else f"{layers or 'no'} NextN layers"
-        raise ConfigError(
-            f"tree = {config.tree!r} is grown by one NextN layer or an EAGLE-3 head, and this model drafts "
-            f"with {own}; leave it out"
-        )
+    _check_drafts(cfg, config)
     if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
         raise ConfigError(
             f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "
             "is odd; use 'auto'"
+        )
+
+
+def _check_drafts(cfg: ModelConfig, config: EngineConfig) -> None:
+    """Raises ConfigError for drafts that the model's drafter does not make."""
+    head, tree, layers = cfg.drafter, config.trees, cfg.num_nextn_predict_layers
+    deepest = tree.steps if tree else config.num_speculative_tokens
+    able: Trees | None = head.trees if head else "grown" if layers == 1 else None
+    if tree and tree.kind != able:
+        grown, given = "is grown by one NextN layer or an EAGLE-3 head", "lists ranks of Medusa heads"
+        own = f"a {head.name} head" if head else f"{layers or 'no'} NextN layer{'s' * (layers != 1)}"
+        other = {None: "", "grown": ", or give TOPKxSTEPSxNODES", "given": ", or give lists of ranks"}
+        raise ConfigError(
+            f"tree = {config.tree!r:.80} {grown if tree.kind == 'grown' else given}, and this model drafts "
+            f"with {own}; leave it out{other[able]}"
+        )
+    most = head and head.most_drafts
+    if head and most is not None and deepest > most:
+        name = f"the steps of tree = {config.tree!r:.80} are" if tree else "num_speculative_tokens ="
+        raise ConfigError(
+            f"{name} {deepest}, but the {head.name} head makes {most} drafts; use {most} or less"
         )
 
 

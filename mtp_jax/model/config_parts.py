@@ -3,7 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Trees = Literal["grown", "given"]
+"""Trees whose nodes are the best of all that a drafter finds, or a tree of nodes that the user names."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,10 @@ class HeadConfig:
         taps: residual streams of the trunk that the head reads, k the stream after k layers.
         maps: whether the head has a table of its tokens' ids (``d2t``).
         embeds: whether the head has an embedding of its own.
+        trees: the trees that it can make.
     """
+
+    trees: ClassVar[Trees | None] = None
 
     taps: tuple[int, ...]
     maps: bool = False
@@ -121,7 +127,7 @@ class HeadConfig:
 
     @property
     def most_drafts(self) -> int | None:
-        """The most drafts of a pass; None: any number, by recursion."""
+        """The most drafts of a chain; None: any number, by recursion."""
         return None
 
 

@@ -26,6 +26,7 @@ class Eagle3Config(HeadConfig):
         logit_scale: factor of the head's logits.
     """
 
+    trees = "grown"
     layer: ModelConfig
     tap_norms: int = 0
     normed_output: bool = False
@@ -88,8 +89,39 @@ class BlockConfig(HeadConfig):
         return self.block if self.anchored else self.block - 1
 
 
-Head = Eagle3Config | BlockConfig
-_KINDS = (Eagle3Config, BlockConfig)
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(HeadConfig):
+    """Medusa heads (arXiv 2401.10774, section 2.1.1), one for each draft, over the final hidden state.
+
+    Attributes:
+        heads: their number.
+        layers: residual blocks of each head.
+        bias: whether the blocks add a bias.
+    """
+
+    trees = "given"
+    taps: tuple[int, ...] = ()
+    heads: int
+    layers: int = 1
+    bias: bool = True
+
+    @property
+    def name(self) -> str:
+        """Its kind."""
+        return "Medusa"
+
+    @property
+    def sizes(self) -> None:
+        """It has no decoder layers."""
+
+    @property
+    def most_drafts(self) -> int:
+        """One draft per head."""
+        return self.heads
+
+
+Head = Eagle3Config | BlockConfig | MedusaConfig
+_KINDS = (Eagle3Config, BlockConfig, MedusaConfig)
 
 
 def head_of(cfg: ModelConfig) -> Head | None:

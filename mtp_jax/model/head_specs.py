@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from mtp_jax.model.config import HeadConfig, ModelConfig
-from mtp_jax.model.head_config import BlockConfig, Eagle3Config, head_of
+from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig, head_of
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
 from mtp_jax.model.spec import Spec
 
@@ -112,6 +112,39 @@ class BlockHead:
         return self.fuse, self.context_norm, *each
 
 
+@dataclass(frozen=True)
+class MedusaBlock:
+    """A residual block of a Medusa head: x + silu(linear(x) + bias). ``bias`` is None where there is none."""
+
+    linear: Weight  # [D, D]
+    bias: Weight  # [D]
+
+
+@dataclass(frozen=True)
+class Medusa:
+    """Medusa heads beside a trunk of width D: see ``MedusaConfig``. Each has residual blocks and a table."""
+
+    blocks: tuple[tuple[MedusaBlock, ...], ...]
+    tables: tuple[Weight, ...]  # [V, D]
+
+    @property
+    def merging(self) -> tuple[MedusaBlock, ...]:
+        """The parameters that one draft reads, without its table."""
+        return self.blocks[0]
+
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Nothing is cached."""
+        return ()
+
+    @property
+    def head(self) -> Weight:
+        """The table behind the logits of one draft."""
+        return self.tables[0]
+
+
+DraftHead = Eagle3 | BlockHead | Medusa
+
 DRAFT_HEAD = "draft_head"
 """The prefix, in names here, of the tensors of a draft head."""
 
@@ -193,7 +226,21 @@ def _selector(rank: int, previous: int, following: int, width: int) -> Selector:
     )
 
 
-def head_specs(cfg: ModelConfig) -> Eagle3 | BlockHead | None:
+def _medusa(cfg: ModelConfig, m: MedusaConfig) -> Medusa:
+    d = cfg.hidden_size
+
+    def block_of(name: str) -> MedusaBlock:
+        bias = replace(_plain(f"{name}.bias", d), init="zeros")
+        return MedusaBlock(_plain(f"{name}.weight", d, d), bias if m.bias else None)
+
+    heads = range(m.heads)
+    blocks = (tuple(block_of(f"blocks.{i}.layers.{j}") for j in range(m.layers)) for i in heads)
+    return Medusa(tuple(blocks), tuple(table(f"{DRAFT_HEAD}.lm_heads.{i}.weight", cfg) for i in heads))
+
+
+def head_specs(cfg: ModelConfig) -> DraftHead | None:
     """The parameters of the head beside a model; None without."""
     head = head_of(cfg)
-    return head and (_eagle3(cfg, head) if isinstance(head, Eagle3Config) else _block_head(cfg, head))
+    if head is None or isinstance(head, Eagle3Config):
+        return head and _eagle3(cfg, head)
+    return _block_head(cfg, head) if isinstance(head, BlockConfig) else _medusa(cfg, head)

@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_specs import BlockHead, BlockLayer, Confidence, Convolution, Eagle3, Markov, Selector
+from mtp_jax.model.head_specs import (
+    BlockHead,
+    BlockLayer,
+    Confidence,
+    Convolution,
+    Eagle3,
+    Markov,
+    Medusa,
+    MedusaBlock,
+    Selector,
+)
 from mtp_jax.model.layer_specs import Attention, GqaAttention, Indexer, Layer, Mlp, Moe
 from mtp_jax.model.spec import Spec
 from mtp_jax.model.specs import NextN, Params, param_specs
@@ -21,6 +31,7 @@ from mtp_jax.model.specs import NextN, Params, param_specs
 for _tree in (
     *(Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Params),
     *(Eagle3, BlockHead, BlockLayer, Convolution, Markov, Confidence, Selector),
+    *(Medusa, MedusaBlock),
 ):
     jax.tree_util.register_dataclass(_tree)
 

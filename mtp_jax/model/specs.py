@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_specs import BlockHead, Eagle3, head_specs
+from mtp_jax.model.head_specs import DraftHead, head_specs
 from mtp_jax.model.layer_specs import Layer, Moe, Weight, block, norm, table
 from mtp_jax.model.spec import Spec, count
 
@@ -47,7 +47,7 @@ class Params:
     norm: Weight  # [D]
     head: Weight  # [V, D]
     nextn: tuple[NextN, ...]
-    drafter: Eagle3 | BlockHead | None = None
+    drafter: DraftHead | None = None
 
     @property
     def table(self) -> Weight:
@@ -87,7 +87,7 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     )
 
 
-Drafting = tuple[tuple[NextN, ...], Eagle3 | BlockHead | None]
+Drafting = tuple[tuple[NextN, ...], DraftHead | None]
 """NextN layers and a draft head, of which a model has one kind or none."""
 
 

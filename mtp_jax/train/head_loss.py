@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.drafter.block import Block
 from mtp_jax.decode.drafter.build import build
+from mtp_jax.decode.drafter.medusa import Medusa
 from mtp_jax.decode.drafter.protocol import FINAL
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.errors import ConfigError
@@ -63,6 +64,8 @@ class Task:
 def head_of(cfg: ModelConfig) -> DraftModule | Blocks:
     """The functions of a model's head or NextN layers. Raises ConfigError for a model without."""
     drafter = build(cfg)
+    if isinstance(drafter, Medusa):
+        raise ConfigError("Medusa heads are not tuned here; name NextN layers, or a head of another kind")
     if not isinstance(drafter, Recursive | Block):
         raise ConfigError(
             "the model has no NextN layer to tune; name a head with draft_model, or begin one with fresh"

@@ -1,5 +1,6 @@
 """An engine that drafts with heads from elsewhere: the oracle's drafts, text and acceptance, in all modes."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,23 +18,32 @@ from mtp_jax.decode.keys import TreeShape
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
-from mtp_jax.errors import ConfigError
+from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.head_specs import Medusa
 from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
-from tests import tiny_tokenizer
+from tests import golden, medusa, tiny_tokenizer
 from tests.eagle3 import forward
-from tests.golden import EAGLES, HEADS, expected, model_dir
+from tests.golden import EAGLES, model_dir
 from tests.models import accepted, make_engine, on_mesh, serve
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+HEADS = (*golden.HEADS, "medusa")
 
 
 @cache
 def loaded(variant: str) -> Loaded:
+    if variant == "medusa":
+        return medusa.loaded()
     return load(model_dir(variant), model_dir(variant, "draft"), dtype="float32")
+
+
+def expected(variant: str, of: str = "expected") -> dict[str, np.ndarray]:
+    """The oracle's numbers; of Medusa heads numbers computed here, without an engine."""
+    return medusa.expected() if variant == "medusa" else golden.expected(variant, of)
 
 
 def depths(variant: str) -> list[int]:
@@ -113,6 +123,41 @@ def test_pages_that_steps_without_drafts_left_draft_as_well(variant: str):
     assert kept([hit]) > 0
 
 
+GIVEN = "[[0], [0, 0], [1], [0, 0, 0], [0, 1], [2], [1, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]"
+
+
+def test_a_tree_of_medusa_heads_accepts_the_ways_of_its_text():
+    """All nodes, and the first nodes by request, from chunks and from cached pages."""
+    engine, want = tree_engine("medusa", GIVEN, max_num_seqs=1), expected("medusa")
+    told, ways = medusa.Text(want["input_ids"].tolist(), 24), json.loads(GIVEN)
+    counts = {depth: told.accepted(ways[:depth]) for depth in (10, 6, 3)}
+    for depth, count in counts.items():
+        (request,) = serve(engine, [job("medusa", depth)], exactly=depth == 10, compiled=True)
+        assert request.progress.cached_tokens == (0 if depth == 10 else 16)
+        assert request.progress.output == want["greedy_ids"].tolist()
+        assert accepted(request) == count
+    assert sum(counts[10]) > sum(want["spec_accept.4"])
+    assert len(counts[10]) < len(want["spec_accept.4"])
+
+
+@pytest.mark.parametrize(
+    ("variant", "tree", "message"),
+    [
+        ("medusa", "3x3x7", "a Medusa head; leave it out, or give lists of ranks"),
+        ("eagle3", "[[0], [1]]", "lists ranks of Medusa heads.* EAGLE-3 head; .*TOPKxSTEPSxNODES"),
+        ("dspark", "[[0], [1]]", "lists ranks of Medusa heads.* DSpark head; leave it out$"),
+        (
+            "medusa",
+            "[[0], [1], [0,0], [0,0,0], [0,0,0,0], [0,0,0,0,0]]",
+            "are 5, but the Medusa head makes 4",
+        ),
+    ],
+)
+def test_a_tree_of_another_kind_is_refused(variant: str, tree: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        tree_engine(variant, tree)
+
+
 GROWN = [("3x3x7", "t3_s3_n8"), pytest.param("4x4x11", "t4_s4_n12", marks=pytest.mark.slow)]
 
 
@@ -134,13 +179,14 @@ def test_trees_text_and_acceptance_are_the_oracles(variant: str, tree: str, name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", EAGLES)
+@pytest.mark.parametrize("variant", [*EAGLES, "medusa"])
 @pytest.mark.parametrize(
     "config", [{}, {"suffix_drafts": True}, {"kv_cache_dtype": "fp8"}, {"num_pages": 8}], ids=repr
 )
 def test_trees_change_no_text(variant: str, config: dict[str, Any]):
     """Greedy rows and rows that draw, in crowds; chains and nothing by request, in the same steps."""
-    engine = tree_engine(variant, "3x3x9", **config)
+    given = str(json.loads(GIVEN)[:9])
+    engine = tree_engine(variant, given if variant == "medusa" else "3x3x9", **config)
     jobs = [(prompt, replace(p, max_tokens=40)) for prompt, p in crowd(variant, 14)]
     jobs += [(prompt, replace(p, temperature=0.7, seed=3, repetition_penalty=1.1)) for prompt, p in jobs]
     asked = [
@@ -176,14 +222,15 @@ def test_a_mesh_changes_nothing(variant: str):
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_no_trees():
-    variant, mesh = "eagle3", make_mesh(2, 2)
+@pytest.mark.parametrize(("variant", "tree"), [("eagle3", "3x3x7"), ("medusa", str(json.loads(GIVEN)[:7]))])
+def test_a_mesh_changes_no_trees(variant: str, tree: str):
+    mesh = make_mesh(2, 2)
     found = loaded(variant)
-    params, config = on_mesh(found.params, mesh, found.config), tree_engine(variant, "3x3x7").config
+    params, config = on_mesh(found.params, mesh, found.config), tree_engine(variant, tree).config
     sizes = {name: getattr(config, name) for name in ("tree", "num_speculative_tokens", "verifier")}
     jobs = [(prompt, replace(p, num_speculative_tokens=7)) for prompt, p in crowd(variant, 26)]
     requests = serve(make_engine(params, found.config, mesh, **sizes), jobs)
-    assert told(requests) == told(serve(tree_engine(variant, "3x3x7"), jobs))
+    assert told(requests) == told(serve(tree_engine(variant, tree), jobs))
     assert kept(requests) > 10
 
 
@@ -260,7 +307,11 @@ def test_a_grammar_leaves_the_tokens_of_no_drafts(tmp_path: Path, variant: str):
 def test_a_head_of_nan_costs_drafts_and_no_request(variant: str):
     found = loaded(variant)
     assert found.params.drafter is not None
-    broken = replace(found.params.drafter, norm=jnp.full_like(found.params.drafter.norm, jnp.nan))
+    head = found.params.drafter
+    if isinstance(head, Medusa):
+        broken = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), head)
+    else:
+        broken = replace(head, norm=jnp.full_like(head.norm, jnp.nan))
     engine = make_engine(replace(found.params, drafter=broken), found.config, num_speculative_tokens=3)
     requests = serve(engine, crowd(variant, 26))
     plain = serve(
@@ -271,6 +322,10 @@ def test_a_head_of_nan_costs_drafts_and_no_request(variant: str):
     assert kept(requests) < 0.1 * engine.stats().draft_tokens
 
 
-def test_a_block_has_no_more_drafts():
-    with pytest.raises(ConfigError, match="a block of this DFlash head has 4 drafts; use 4 or less"):
+def test_a_head_makes_no_more_drafts():
+    with pytest.raises(RequestError, match="5 drafts; the DSpark head makes 4 at most"):
+        propose(engine_of("dspark", max_num_seqs=1), [5], 5)
+    with pytest.raises(ConfigError, match="the Medusa head makes 4 drafts; use 4 or less"):
+        engine_of("medusa", num_speculative_tokens=5)
+    with pytest.raises(ConfigError, match="the DFlash head makes 4 drafts; use 4 or less"):
         engine_of("dflash", num_speculative_tokens=5)

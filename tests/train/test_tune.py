@@ -20,7 +20,7 @@ from mtp_jax.bench import corpus
 from mtp_jax.checkpoint import Loaded, load, save_checkpoint
 from mtp_jax.commands import cli
 from mtp_jax.decode.drafter.protocol import FINAL
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model import trunk
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
@@ -33,7 +33,7 @@ from mtp_jax.train.report import Reporter
 from mtp_jax.train.start import begin
 from mtp_jax.train.states import Windows
 from mtp_jax.train.tune_options import Fresh, TuneOptions
-from tests import tiny_tokenizer
+from tests import medusa, tiny_tokenizer
 from tests.golden import EAGLES, HEADS, expected, model_dir
 from tests.models import TINY, on_mesh, rigged, sharing_programs, tiny_params
 
@@ -375,3 +375,8 @@ def test_every_kind_of_head_is_tuned(variant: str, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     for name, before in report["before"].items():
         assert report["after"][name]["length"] > before["length"] - 0.3
+
+
+def test_medusa_heads_are_not_tuned() -> None:
+    with pytest.raises(ConfigError, match="Medusa heads are not tuned here"):
+        head_of(medusa.loaded().config)

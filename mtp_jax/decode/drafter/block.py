@@ -5,30 +5,18 @@ the end of a page, and a rejected block leaves nothing behind.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.decode.drafter.drawn import chains
 from mtp_jax.decode.drafter.protocol import Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.params import Params, type_of
-
-
-class _Made(struct.PyTreeNode):
-    """Drafts so far: the newest token and the drafts, their distributions, logits and margins."""
-
-    tokens: Int[Array, "B W"]
-    probs: Float[Array, "B K V"] | None
-    logits: Float[Array, "B K V"] | None
-    margins: Float[Array, "B K"] | None
 
 
 @dataclass(frozen=True)
@@ -60,31 +48,13 @@ class Block:
         z = module.normed(params, x[:, first : first + depth])
         with jax.named_scope("draft_sample"):
             logits = module.logits(params, on, z)
-        tokens = jnp.pad(s.newest[:, None], ((0, 0), (0, depth)))
-        scores = jnp.zeros((len(tokens), depth, module.trunk.vocab_size), jnp.float32)
-        probs, kept = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
 
-        def draft(k: Int[Array, ""] | int, made: _Made) -> _Made:
-            row, states, before = (
-                jax.lax.dynamic_index_in_dim(a, k, axis=1, keepdims=False) for a in (logits, z, made.tokens)
-            )
+        def after(k: Int[Array, ""] | int, before: Int[Array, " B"]) -> Float[Array, "B V"]:
+            row, states = (jax.lax.dynamic_index_in_dim(a, k, axis=1, keepdims=False) for a in (logits, z))
             with jax.named_scope("draft_sample"):
-                chosen_by = module.after(params, states, row, before)
-            token, q = rules.draw(chosen_by, s, made.tokens, k)
+                return module.after(params, states, row, before)
 
-            def put(a: Any, new: Any, at: Any) -> Any:
-                return a if a is None else jax.lax.dynamic_update_slice_in_dim(a, new[:, None], at, axis=1)
-
-            tokens, probs = put(made.tokens, token, k + 1), put(made.probs, q, k)
-            margins = put(made.margins, rules.margin(chosen_by), k)
-            return _Made(tokens, probs, put(made.logits, chosen_by, k), margins)
-
-        margins = jnp.zeros((len(tokens), depth), jnp.float32) if rules.margins else None
-        made = on.repeated(0, depth, rules.wanted, draft, _Made(tokens, probs, kept, margins))
-        count = jnp.full_like(s.length, rules.wanted)
-        source = jnp.full_like(count, Source.NEXTN)
-        drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)
-        return drafts, own
+        return chains(s, rules, on, module.trunk.vocab_size, after), own
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Write the keys and values of these tokens."""

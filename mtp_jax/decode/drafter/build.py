@@ -1,6 +1,7 @@
 """Which drafter a model has."""
 
 from mtp_jax.decode.drafter.block import Block
+from mtp_jax.decode.drafter.medusa import Medusa
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.drafter.recursive import Recursive
@@ -9,20 +10,23 @@ from mtp_jax.decode.keys import TreeShape
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.eagle3 import Eagle3Head
-from mtp_jax.model.head_config import BlockConfig, Eagle3Config
+from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig
+from mtp_jax.model.medusa import MedusaHeads
 from mtp_jax.model.nextn import NextNLayers
 
 
 def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None) -> Drafter:
     """The model's drafter: its head, its NextN layers, or none.
 
-    suffix: put ``Suffix`` in front of it. tree: trees that it grows; None: chains.
+    suffix: put ``Suffix`` in front of it. tree: the trees that it makes; None: chains.
     """
     own: Drafter = Nothing(cfg.vocab_size)
     if isinstance(cfg.drafter, Eagle3Config):
         own = Recursive(Eagle3Head(cfg), tree)
     elif isinstance(cfg.drafter, BlockConfig):
         own = Block(Blocks(cfg))
+    elif isinstance(cfg.drafter, MedusaConfig):
+        own = Medusa(MedusaHeads(cfg), tree)
     elif cfg.num_nextn_predict_layers:
         own = Recursive(NextNLayers(cfg), tree)
     return Suffix(own) if suffix else own

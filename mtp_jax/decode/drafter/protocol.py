@@ -78,6 +78,13 @@ class Committed(struct.PyTreeNode):
     form: Form = struct.field(pytree_node=False, default="absorbed")
     defer: bool = struct.field(pytree_node=False, default=False)
 
+    def last(self, states: Float[Array, "B W ..."], before: Float[Array, "B ..."]) -> Float[Array, "B ..."]:
+        """The states of the last token of each row that counts; ``before`` in rows that have none."""
+        ones = (1,) * (states.ndim - 2)
+        last = jnp.maximum(self.count - 1, 0).reshape(-1, 1, *ones)
+        found = jnp.take_along_axis(states, last, axis=1)[:, 0]
+        return jnp.where((self.count > 0).reshape(-1, *ones), found, before)
+
 
 @runtime_checkable
 class Drafter(Protocol):

@@ -172,7 +172,7 @@ class Recursive:
         full = jnp.where(seen.positions % size == size - 1, seen.positions // size, -1)
         states = stacked.reshape(*seen.tokens.shape, -1)
         boundary = on.write(pages.boundary, states, seen.page_table, full)
-        pending = _pending(stacked, seen.count, slots.pending)
+        pending = seen.last(stacked, slots.pending)
         return DrafterState(slots.replace(pending=pending), RecursivePages(tuple(cache), boundary))
 
 
@@ -267,18 +267,6 @@ class _Passes:
             assert isinstance(k, int), "passes over several rows differ"
             written, visible = draft_module.existing(k, written), draft_module.seen(k, written)
         return Pass(tokens, z, positions, (PagedView(s.page_table, written, visible),), made.choice)
-
-
-def _pending(
-    merged: Float[Array, "B W k D"], count: Int[Array, " B"], before: Float[Array, "B k D"]
-) -> Float[Array, "B k D"]:
-    """The state that the entry after the first ``count`` tokens merges: ``before`` if there are none.
-
-    merged: the fused hidden state of each token for layer 0, z_{k-1} for later layers.
-    """
-    last = jnp.maximum(count - 1, 0)[:, None, None, None]
-    after = jnp.take_along_axis(merged, last, axis=1)[:, 0]
-    return jnp.where((count > 0)[:, None, None], after, before)
 
 
 def _deferred(slots: RecursiveSlots, seen: Committed) -> RecursiveSlots:

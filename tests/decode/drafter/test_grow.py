@@ -114,9 +114,24 @@ def test_a_tree_that_draws_accepts_more_than_its_first_way():
         ("4x3x3", "expected 4 to 31 nodes"),
         ("4x3x32", "expected 4 to 31 nodes"),
         ("2x2x7", "expected 3 to 6 nodes"),
+        ("[[0], [1]", "expected lists of ranks in JSON"),
+        ("[0, 1]", "expected lists of ranks in JSON"),
+        ('[["0"]]', "expected lists of ranks in JSON"),
+        ("[[0], [1, 0]]", r"has \[1, 0\]; expected every node once, behind its parent"),
+        ("[[0], [31]]", r"has \[31\]; expected .* ranks from 0 to 30"),
+        ("[[0], [-1]]", r"has \[-1\]"),
+        ("[[0], []]", r"has \[\]"),
+        ("[[0], [1], [0]]", r"has \[0\]; expected every node once"),
+        ("[[0], [0, 0]]", "has 2 nodes; expected 3 to 31"),
+        ("[]", "has 0 nodes; expected 1 to 31"),
+        (
+            str([[a, b][:n] for a in range(6) for b in range(6) for n in (1, 2) if n > 1 or not b]),
+            "has 42 nodes",
+        ),
     ],
 )
 def test_sizes(text: str, message: str):
     with pytest.raises(ConfigError, match=message):
         TreeShape.of(text)
     assert TreeShape.of("4x3x12") == TreeShape(4, 3, 12)
+    assert TreeShape.of("[[0], [0, 2], [1]]") == TreeShape(3, 2, 3, ((0,), (0, 2), (1,)))
