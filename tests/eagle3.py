@@ -12,6 +12,7 @@ from mtp_jax.model import draft_module, trunk
 from mtp_jax.model.backend import xla
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.eagle3 import Eagle3Head
+from mtp_jax.model.head_specs import BlockHead, Eagle3
 from mtp_jax.model.params import Params
 from tests.golden import model_dir
 
@@ -56,7 +57,7 @@ def forward(params: Params, cfg: ModelConfig, ids: np.ndarray, following: np.nda
 
 def of_head(params: Params, logits: Any) -> np.ndarray:
     """The columns of the head's vocabulary; the others are -inf."""
-    assert params.drafter is not None
+    assert isinstance(params.drafter, Eagle3 | BlockHead)
     offset = np.asarray(params.drafter.target_offset)
     ids, found = np.arange(len(offset)) + offset, np.asarray(logits)
     assert np.isneginf(np.delete(found, ids, axis=-1)).all()

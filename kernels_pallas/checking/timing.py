@@ -20,9 +20,8 @@ from kernels_pallas.checking.case import Inputs, Operation
 # Calls per measurement: one launch of a program costs the host more than a small kernel takes.
 CALLS = 10
 MEASUREMENTS = 7
-# Lengths of the chains whose difference is the time of hot calls: 400 calls of 2 us are 40 times what the
-# host's clock is off by.
-CHAINS = 40, 440
+# Calls of a chain: 400 of 2 us are 40 times the error of the host's clock.
+CHAIN = 400
 # Seconds for which calls run while the clock is read; nvidia-smi takes a tenth of one to start.
 BUSY = 0.5
 # The parts of a program that XLA makes one graph: loops, too, which it leaves out by itself.
@@ -54,27 +53,28 @@ class Hot:
 
 
 def hot(function: Operation, inputs: Inputs) -> Hot:
-    """Measure a call as the difference of two chains of calls, each chain one graph of launches."""
-    few, many = (
-        jax.jit(partial(chained, function, calls), compiler_options=GRAPHS).lower(inputs).compile()
-        for calls in CHAINS
-    )
-    times = median(few, inputs), median(many, inputs)
-    running = [many(inputs) for _ in range(math.ceil(BUSY / times[1]))]
+    """Measure a call by chains of calls, each chain one graph of launches, less the time of the loop itself."""
+
+    def chain(function: Operation) -> tuple[jax.stages.Compiled, float]:
+        run = jax.jit(partial(chained, function), compiler_options=GRAPHS).lower(inputs).compile()
+        return run, median(run, inputs)
+
+    (run, taken), (_, alone) = chain(function), chain(_nothing)
+    running = [run(inputs) for _ in range(math.ceil(BUSY / taken))]
     clock = _clock()
     jax.block_until_ready(running)
-    return Hot((times[1] - times[0]) / (CHAINS[1] - CHAINS[0]), clock)
+    return Hot((taken - alone) / CHAIN, clock)
 
 
-def chained(function: Operation, calls: int, inputs: Inputs) -> jax.Array:
-    """A program of that number of calls, each of which waits for the call before."""
+def chained(function: Operation, inputs: Inputs) -> jax.Array:
+    """A program of `CHAIN` calls, each of which waits for the call before."""
 
     def call(_: jax.Array, seen: jax.Array) -> jax.Array:
         given, seen = lax.optimization_barrier((inputs, seen))
         first = jax.tree.leaves(lax.optimization_barrier(function(*given)))[0]
         return seen + first.reshape(-1)[0].astype(jnp.float32) * 0
 
-    return lax.fori_loop(0, calls, call, jnp.float32(0))
+    return lax.fori_loop(0, CHAIN, call, jnp.float32(0))
 
 
 def _clock() -> tuple[float, float] | None:

@@ -93,6 +93,7 @@ def expected(shape: Shape, ids: jax.Array, counts: jax.Array, first: jax.Array) 
 
 def comparable(shape: Shape, groups: Groups) -> tuple[Array, ...]:
     """The defined parts of a layout: places, tokens of used slots, and tiles that are not empty."""
+    assert groups.token is not None, "rows of a layout of whole tiles were to be gathered"
     place = groups.place[:, : shape.tokens]
     total = slots(shape.tokens * shape.chosen, shape.here, shape.rows)
     used = jnp.zeros(total, bool).at[place.reshape(-1)].set(True, mode="drop")

@@ -165,7 +165,8 @@ def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int
         return _tall(rows_per_group)
     tiles, steps = groups * (columns // BLOCK), terms // BLOCK
     splits = [n for n in range(2, CLUSTER + 1) if steps % n == 0 and tiles * n <= PROCESSORS]
-    return Tile(WGMMA_ROWS, BLOCK, splits=max(splits, default=1))
+    best = max(splits, default=1)
+    return Tile(WGMMA_ROWS, BLOCK, stages=5 if best == 1 else 4, splits=best)
 
 
 def check(x: Described | Quantised, w: Described, w_scale: Described | None) -> None:

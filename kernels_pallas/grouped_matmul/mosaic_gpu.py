@@ -169,9 +169,9 @@ class _Walk:
 
             def step(k: jax.Array, _: None) -> None:
                 filled = i * sizes.steps + k
-                slot = lax.rem(filled, sizes.stages)
+                slot = lax.rem(filled, sizes.tile.stages)
                 terms = pl.ds((part * sizes.steps + k) * sizes.stage_terms, sizes.stage_terms)
-                pl.when(filled >= sizes.stages)(lambda: self.await_free(slot))
+                pl.when(filled >= sizes.tile.stages)(lambda: self.await_free(slot))
                 plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
                 for b in range(sizes.blocks):
                     weights = w.at[group, b, columns, terms]
@@ -181,11 +181,11 @@ class _Walk:
             lax.fori_loop(0, sizes.steps, step, None)
 
         def drain(filled: jax.Array, _: None) -> None:
-            plgpu.barrier_wait(s["free"].at[lax.rem(filled, sizes.stages)])
+            plgpu.barrier_wait(s["free"].at[lax.rem(filled, sizes.tile.stages)])
 
         lax.fori_loop(0, mine, one_tile, None)
         # No warpgroup may leave while another still arrives at a barrier.
-        lax.fori_loop(jnp.maximum(mine * sizes.steps - sizes.stages, 0), mine * sizes.steps, drain, None)
+        lax.fori_loop(jnp.maximum(mine * sizes.steps - sizes.tile.stages, 0), mine * sizes.steps, drain, None)
 
     def await_free(self, slot: jax.Array) -> None:
         """Wait until a stage may be filled; a copy of shared weights fills it in both thread blocks."""
@@ -233,7 +233,7 @@ class _Walk:
 
         def step(k: jax.Array, carry: _Sums) -> _Sums:
             sums, (of_rows, *of_weights) = carry
-            slot = lax.rem(i * sizes.steps + k, sizes.stages)
+            slot = lax.rem(i * sizes.steps + k, sizes.tile.stages)
             ahead = scales(jnp.minimum(k + 1, sizes.steps - 1))  # loaded during a step
             plgpu.barrier_wait(s["full"].at[slot])
             new = []
@@ -257,7 +257,7 @@ class _Walk:
 
         def over_k(*accs: Ref) -> tuple[jax.Array, ...]:
             def step(k: jax.Array, _: None) -> None:
-                slot = lax.rem(i * sizes.steps + k, sizes.stages)
+                slot = lax.rem(i * sizes.steps + k, sizes.tile.stages)
                 plgpu.barrier_wait(s["full"].at[slot])
                 for b, acc in enumerate(accs):
                     self.multiply(acc, slot, b, wg)

@@ -13,8 +13,6 @@ from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
 from kernels_pallas.quantised import BLOCK
 
 COMPUTE = 2  # computing warpgroups
-RING = 224 * 2**10
-"""Bytes of the ring and of staged results: a thread block's 227 KiB on Hopper less barriers and scales."""
 CLUSTER = 8
 """Most thread blocks of a cluster on every GPU of the Hopper generation (CUDA C++ Programming Guide)."""
 
@@ -26,8 +24,7 @@ class Tile:
         all rows and half of the columns, for groups of few rows. 256: two thread blocks, a cluster, have 128
         each, and share the weights, of which each fetches half.
     columns: output columns per tile; in a gated product columns of gate, and of up.
-    stages: depth of the ring of operands in shared memory; None: the most that it holds, so that a
-        product of few rows waits for memory as little as it can.
+    stages: depth of the ring of operands in shared memory.
     splits: parts of K that are summed apart, for outputs too small to fill the GPU. In a gated product the
         thread blocks of a cluster have one each.
     thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors. The parts of a gated
@@ -36,7 +33,7 @@ class Tile:
 
     rows: int
     columns: int
-    stages: int | None = None
+    stages: int = 4
     splits: int = 1
     thread_blocks: int = 132
 
@@ -106,15 +103,6 @@ class Sizes:
         return self.terms // self.stage_terms // self.tile.splits
 
     @property
-    def stages(self) -> int:
-        """Depth of the ring."""
-        if self.tile.stages:
-            return self.tile.stages
-        operands = (self.block_rows + self.blocks * self.tile.columns) * SWIZZLE
-        staged = COMPUTE * WGMMA_ROWS * self.width * jnp.dtype(self.staged_dtype).itemsize
-        return (RING - staged) // operands
-
-    @property
     def column_tiles(self) -> int:
         """Tiles side by side."""
         return self.columns // self.tile.columns
@@ -138,7 +126,7 @@ class Sizes:
     def walkers(self) -> int:
         """Walks over the tiles beside each other.
 
-        With parts in a cluster there are enough that none takes a second tile: no place is written twice.
+        Parts in a cluster have one tile each: no place is written twice.
         """
         if self.cluster > 1:
             return self.tiles * self.column_tiles * self.cluster
@@ -190,14 +178,16 @@ class Sizes:
         """Shared memory and barriers of a thread block."""
         tile = self.tile
         scratch: dict[str, Any] = {
-            "xs": _operand((self.stages, self.block_rows, self.stage_terms), self.dtype),
-            "ws": _operand((self.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
+            "xs": _operand((self.tile.stages, self.block_rows, self.stage_terms), self.dtype),
+            "ws": _operand((self.tile.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
             "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.staged_dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=self.stages),
-            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.stages),
+            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=self.tile.stages),
+            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.tile.stages),
         }
         if self.pair > 1:
-            scratch["both_free"] = plgpu.ClusterBarrier(collective_axes=("half",), num_barriers=self.stages)
+            scratch["both_free"] = plgpu.ClusterBarrier(
+                collective_axes=("half",), num_barriers=self.tile.stages
+            )
         if self.cluster > 1:
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
         elif self.staged_dtype == jnp.float8_e4m3fn:

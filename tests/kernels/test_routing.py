@@ -51,6 +51,7 @@ def test_the_first_of_equal_experts_is_chosen(name):
     bias = (rng.integers(-1, 2, size=16) / 4).astype(np.float32)
     got = api.choose(jnp.asarray(logits), jnp.asarray(bias), RULES[name], implementation="xla")
     ids, weights = plain_choice(logits, bias, RULES[name])
+    assert got.counts is not None
     np.testing.assert_array_equal(got.ids, ids)
     np.testing.assert_allclose(got.weights, weights, rtol=1e-5)
     np.testing.assert_array_equal(got.counts.sum(axis=0), np.bincount(ids.reshape(-1), minlength=16))
