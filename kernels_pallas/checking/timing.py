@@ -53,7 +53,7 @@ class Hot:
 
 
 def hot(function: Operation, inputs: Inputs) -> Hot:
-    """Measure a call by chains of calls, each chain one graph of launches, less the time of the loop itself."""
+    """Measure a call in a chain of calls, one graph of launches, less the time of the loop itself."""
 
     def chain(function: Operation) -> tuple[jax.stages.Compiled, float]:
         run = jax.jit(partial(chained, function), compiler_options=GRAPHS).lower(inputs).compile()
