@@ -180,6 +180,15 @@ def ordered(x: jax.Array) -> jax.Array:
     return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
 
 
+def signed(x: jax.Array) -> jax.Array:
+    """The same integers, known to be signed.
+
+    The result of ``where`` with a constant counts as unsigned in jax 0.11's lowering by lanes: the largest of
+    its numbers would then be a negative one.
+    """
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.float32), jnp.int32)
+
+
 def load(ref: Ref, index: Index, layout: Layout) -> jax.Array:
     """Load from global memory straight into registers."""
     read: Any = plgpu.load

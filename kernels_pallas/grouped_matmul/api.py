@@ -10,7 +10,7 @@ from kernels_pallas.grouped_matmul.tile import CLUSTER, Tile
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
-from kernels_pallas.splits import PROCESSORS
+from kernels_pallas.splits import GROUPS, PROCESSORS
 
 
 def expert_mlp(
@@ -159,12 +159,15 @@ def _tall(rows_per_group: int) -> Tile:
 def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int) -> Tile:
     """Choose the tile with which a gated product of ``groups`` groups ends soonest.
 
-    K is split if tiles leave most of the GPU idle, into no more parts than run at once.
+    K is split if tiles leave most of the GPU idle, into no more parts than run at once. A cluster lies in one
+    of the GPU's 7 or 8 groups of multiprocessors: a group surely holds one cluster of 8, and 16 clusters of 8
+    did not run at once on an H200.
     """
     if rows_per_group > WGMMA_ROWS:
         return _tall(rows_per_group)
     tiles, steps = groups * (columns // BLOCK), terms // BLOCK
-    splits = [n for n in range(2, CLUSTER + 1) if steps % n == 0 and tiles * n <= PROCESSORS]
+    most = CLUSTER if tiles <= GROUPS else CLUSTER // 2
+    splits = [n for n in range(2, most + 1) if steps % n == 0 and tiles * n <= PROCESSORS]
     best = max(splits, default=1)
     return Tile(WGMMA_ROWS, BLOCK, stages=5 if best == 1 else 4, splits=best)
 

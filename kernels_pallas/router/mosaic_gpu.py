@@ -25,6 +25,7 @@ from kernels_pallas.mosaic import (
     ordered,
     per_column,
     per_row,
+    signed,
 )
 from kernels_pallas.router.laying import Laying
 from kernels_pallas.router.reference import BLOCK, ROWS
@@ -109,7 +110,7 @@ def choose(
             for i in parts:
                 hit = away == i * width
                 score = jnp.where(hit, scores[i], score)
-                choice[i] = jnp.where(hit, _TAKEN, choice[i])
+                choice[i] = signed(jnp.where(hit, _TAKEN, choice[i]))
             # No score is negative, so the bits of the largest are the largest.
             bits = jnp.max(lax.bitcast_convert_type(score, jnp.int32), axis=1)
             weight.append(lax.bitcast_convert_type(bits, jnp.float32))
@@ -167,7 +168,8 @@ def _keep_groups(
         best = jnp.max(reduce(jnp.maximum, group), axis=1)
         top = spread(best)
         equals = reduce(jnp.add, [jnp.where(c == top, 1, 0) for c in group])
-        less = jnp.max(reduce(jnp.maximum, [jnp.where(c == top, _TAKEN, c) for c in group]), axis=1)
+        rest = [signed(jnp.where(c == top, _TAKEN, c)) for c in group]
+        less = jnp.max(reduce(jnp.maximum, rest), axis=1)
         second = jnp.where(jnp.sum(equals, axis=1) > 1, best, less)
         scores.append(_float(best) + _float(second))
     out = []
@@ -188,7 +190,7 @@ def _first(choice: list[jax.Array], top: jax.Array, lane: jax.Array) -> jax.Arra
     # Compare with the part first, a constant: numbers of all experts would fill registers.
     behind = jnp.full_like(lane, -1)
     for i in range(last, -1, -1):
-        behind = jnp.where(choice[i] == top, last - i, behind)
+        behind = signed(jnp.where(choice[i] == top, last - i, behind))
     return len(choice) * width - 1 - jnp.max(behind * width + (width - 1 - lane), axis=1)
 
 
