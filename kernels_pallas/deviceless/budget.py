@@ -45,6 +45,8 @@ class Budget:
                 yield f"{k.spills} bytes of spills, at most {self.spills}"
             if self.path is not None and (k.path is None or k.path > self.path):
                 yield f"{k.path or 'an unknown number of'} instructions on a path, at most {self.path}"
+            if k.unsigned:
+                yield f"{k.unsigned} extremes of unsigned numbers; see ``kernels_pallas.mosaic.signed``"
             if k.serialised:
                 yield "ptxas warns of serialised warpgroup products"
             if k.shared is not None and k.shared > SHARED:

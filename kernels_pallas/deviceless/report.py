@@ -13,6 +13,8 @@ _SHARED = r"smem_scratch_bytes=(\d+)"
 # A label and an instruction of the machine code, and the label that an instruction names.
 _SASS = re.compile(r"^(\.L\w+):|/\*[0-9a-f]{4,}\*/\s+(\S.*)")
 _TARGET = re.compile(r"\((\.L\w+)\)")
+# The largest or least of a warp's unsigned numbers. The kernels have none, but jax may forget a sign.
+_UNSIGNED = re.compile(r"\bREDUX\.(?:MAX|MIN)\b(?!\.S32)")
 # ptxas's warnings that warpgroup products run one after the other.
 _SERIALISED = re.compile(r"\(C751\d\)")
 # Lines of XLA's launch list that launch work on the GPU; a collective has a start and an end.
@@ -33,6 +35,7 @@ class Kernel:
         instructions: tensor-core instructions by name, as written, not as executed.
         serialised: whether ptxas warned that it could not overlap warpgroup products.
         path: instructions on a warp's longest path; None if the code loops or calls.
+        unsigned: number of instructions that find the largest or least of unsigned numbers.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Kernel:
     instructions: Counter[str]
     serialised: bool
     path: int | None
+    unsigned: int
 
 
 def kernels(dump: Path) -> tuple[Kernel, ...]:
@@ -61,6 +65,7 @@ def _kernel(log: Path) -> Kernel:
         instructions=Counter(_TENSOR_CORE.findall(sass)),
         serialised=bool(_SERIALISED.search(text)),
         path=_path(sass),
+        unsigned=len(_UNSIGNED.findall(sass)),
     )
 
 

@@ -190,9 +190,18 @@ def compiled(folder, ptxas=PTXAS):
 
 def test_report_reads_what_the_compiler_says(tmp_path):
     (kernel,) = compiled(tmp_path)
-    assert kernel == report.Kernel("kernel_0", 168, 436, 226304, Counter(HGMMA=2), False, 3)
+    assert kernel == report.Kernel("kernel_0", 168, 436, 226304, Counter(HGMMA=2), False, 3, 0)
     (kernel,) = compiled(tmp_path, SERIALISED + PTXAS)
     assert kernel.serialised
+
+
+def test_the_largest_of_unsigned_numbers_is_a_fault(tmp_path):
+    signed, unsigned = "/*0030*/ REDUX.MAX.S32 UR4, R12\n", "/*0030*/ REDUX.MAX UR4, R12\n"
+    for code, faults in ((signed, 0), (signed + unsigned, 1)):
+        compiled(tmp_path)
+        (tmp_path / "kernel_0.sass_ctrl").write_text(code)
+        found = list(budget.Budget(436, (), 1.0, 3).faults(report.kernels(tmp_path), 1.0, 3))
+        assert len(found) == faults
 
 
 FORWARD = (
