@@ -98,7 +98,7 @@ def choose_tile(rows: int, columns: int, terms: int) -> Tile:
         tiles = [Tile(64, n, splits=s) for n in (256, 128, 64) for s in splits]
     else:
         heights = (128,) if whole_tiles(rows) % 256 else (128, 256)
-        tiles = [Tile(h, n, stages=4, splits=s) for h in heights for n in (128, 64) for s in splits]
+        tiles = [Tile(h, n, splits=s) for h in heights for n in (128, 64) for s in splits]
     return min((tile for tile in tiles if columns % tile.columns == 0), key=cost)
 
 

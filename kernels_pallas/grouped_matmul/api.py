@@ -150,10 +150,10 @@ def choose_tile(rows_per_group: int, columns: int) -> Tile:
 def _tall(rows_per_group: int) -> Tile:
     """Choose the tile of groups of more rows than one product of a warpgroup has.
 
-    The second-level cache, not the tensor cores, bounds their products. A tile of 256 rows asks it for fewer
-    bytes per row than two of 128 do, even if half of the tile is empty.
+    A tile of 256 rows asks the second-level cache for fewer bytes per row than two of 128 do, even if half of
+    it is empty.
     """
-    return Tile(4 * WGMMA_ROWS if rows_per_group > 2 * WGMMA_ROWS else 2 * WGMMA_ROWS, BLOCK, stages=4)
+    return Tile(4 * WGMMA_ROWS if rows_per_group > 2 * WGMMA_ROWS else 2 * WGMMA_ROWS, BLOCK)
 
 
 def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int) -> Tile:

@@ -12,7 +12,7 @@ from kernels_pallas.checking.registry import cases
 from kernels_pallas.fp8_matmul import api as fp8
 from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
-from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.grouped_matmul.tile import Sizes, Tile
 from kernels_pallas.quantised import quantise
 from tests.kernels.interpreter import distance, interpret, notices, without
 
@@ -175,6 +175,28 @@ def test_tiles_that_do_not_fit_are_refused(tile, match):
     tiles = Tiles(jnp.zeros((3, 1), jnp.int32), jnp.ones(1, jnp.int32))
     with pytest.raises(ValueError, match=match):
         mosaic_gpu.grouped_matmul(x, w, jnp.ones((2, 64)), jnp.ones((1, 1, 1, 2)), tiles, tile=tile)
+
+
+@pytest.mark.parametrize(
+    ("groups", "columns", "thread_blocks"),
+    # DeepSeek-V3's shared expert and a token's experts: split inside each over eight GPUs, and whole.
+    [(1, 256, 2 * 8), (8, 256, 16 * 4), (1, 2048, 16 * 4), (8, 2048, 128)],
+)
+def test_gated_products_of_few_tiles_split_k_over_clusters(groups, columns, thread_blocks):
+    tile = api.choose_gated_tile(1, groups, columns, 7168)
+    assert groups * (columns // 128) * tile.splits == thread_blocks
+    sizes = Sizes(tile, jnp.float8_e4m3fn, True, 64, columns, 7168, groups)
+    assert sizes.cluster == tile.splits
+    assert sizes.walkers == (thread_blocks if tile.splits > 1 else tile.thread_blocks)
+
+
+def test_tall_tiles_ask_the_cache_for_fewer_bytes():
+    """Operations for each byte of operands that a thread block fetches: 128 and 171 with 128 rows."""
+    for gated, least in ((False, 170), (True, 250)):
+        tile = api.choose_gated_tile(2048, 32, 2048, 7168) if gated else api.choose_tile(4096, 7168)
+        sizes = Sizes(tile, jnp.float8_e4m3fn, gated, 4096, 7168, 7168, 16)
+        products = 2 * sizes.block_rows * tile.columns * sizes.blocks
+        assert products / (sizes.block_rows + tile.columns * sizes.blocks / sizes.pair) > least
 
 
 @needs_interpreter
