@@ -29,6 +29,7 @@ class Shape:
         tile: how the work is cut.
         spare: empty tiles at the end.
         gap: unused slots before each group.
+        shared: whether all groups multiply the same rows, the first of x, as ``group_all`` lays them out.
     """
 
     rows: tuple[int, ...]
@@ -39,6 +40,7 @@ class Shape:
     fp8: bool = True
     spare: int = 0
     gap: int = 0
+    shared: bool = False
 
     @property
     def tiles(self) -> tuple[tuple[int, int, int], ...]:
@@ -51,6 +53,11 @@ class Shape:
                 found.append((group, row, min(end - row, self.tile.rows)))
             first = end
         return tuple(found)
+
+    @property
+    def slots(self) -> int:
+        """Rows of the result, the last tile whole."""
+        return self.tiles[-1][1] + self.tile.rows
 
 
 def shapes() -> dict[str, Shape]:
@@ -68,6 +75,8 @@ def shapes() -> dict[str, Shape]:
         "small-bf16-gated": Shape((3, 65), 128, 128, True, few, fp8=False, spare=1),
         "small-gated-parts": Shape((3, 0, 19), 256, 512, True, replace(few, splits=4), spare=1, gap=8),
         "small-bf16-gated-parts": Shape((3,), 128, 128, True, replace(few, splits=2), fp8=False, spare=1),
+        "small-gated-shared": Shape((8, 0, 8), 256, 512, True, replace(few, splits=2), spare=1, shared=True),
+        "small-down-shared": Shape((8, 8), 128, 256, False, few, shared=True),
         "small-bf16-down": Shape((100, 28), 128, 256, False, many, fp8=False),
     }
     for rows in (8, 64, 256, 2048):  # of each of the experts that one of eight GPUs has, in DeepSeek-V3
@@ -91,7 +100,7 @@ def case(name: str, shape: Shape) -> Case:
         name=f"grouped_matmul/{name}",
         inputs=partial(inputs, shape),
         kernel=partial(run, shape),
-        reference=partial(reference.grouped_matmul, rows=shape.tile.rows),
+        reference=partial(reference.grouped_matmul, rows=shape.tile.rows, slots=_slots(shape)),
         work=work(shape),
         baselines={"xla": partial(bench.xla, rows=shape.tile.rows)},
     )
@@ -101,7 +110,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     """Random operands."""
     keys = jax.random.split(key, 3)
     held = shape.tiles
-    rows = held[-1][1] + shape.tile.rows
+    rows = shape.tile.rows if shape.shared else shape.slots
     blocks = 2 if shape.gated else 1
     x = jax.random.normal(keys[0], (rows, shape.terms), jnp.bfloat16)
     w = jax.random.normal(keys[1], (len(shape.rows), blocks, shape.columns, shape.terms), jnp.bfloat16)
@@ -110,7 +119,9 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     if not shape.fp8:
         return x, w / jnp.bfloat16(shape.terms**0.5), None, None, tiles
     quantised = quantise(x)
-    x_scale = quantised.scale[:, (table[1][:, None] + jnp.arange(shape.tile.rows)).reshape(-1)]
+    x_scale = quantised.scale
+    if not shape.shared:
+        x_scale = x_scale[:, (table[1][:, None] + jnp.arange(shape.tile.rows)).reshape(-1)]
     blocked = (*w.shape[:2], -(-shape.columns // BLOCK), shape.terms // BLOCK)
     w_scale = jax.random.uniform(keys[2], blocked, minval=0.5, maxval=1.5) * shape.terms**-0.5
     return quantised.values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tiles
@@ -118,18 +129,18 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
 
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's result, with the reference's values in elements that it does not write."""
-    out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, interpret=interpret)
+    out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, slots=_slots(shape), interpret=interpret)
     height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)
     held = (row < height[:, None]).reshape(-1)
     index = (inputs[-1].table[1][:, None] + row).reshape(-1)
-    written = (
-        jnp.zeros(inputs[0].shape[0], bool)
-        .at[jnp.where(held, index, inputs[0].shape[0])]
-        .set(True, mode="drop")
-    )
+    written = jnp.zeros(shape.slots, bool).at[jnp.where(held, index, shape.slots)].set(True, mode="drop")
     values = jnp.where(written[:, None], out[0], 0).astype(out[0].dtype)
     nothing = TINY / FP8_MAX
     return (values,) if len(out) == 1 else (values, jnp.where(held, out[1], nothing))
+
+
+def _slots(shape: Shape) -> int | None:
+    return shape.slots if shape.shared else None
 
 
 def work(shape: Shape) -> Work:
