@@ -22,6 +22,7 @@ import jax
 from kernels_pallas.checking.case import Case, External, UnavailableError
 from kernels_pallas.checking.device import RATES, Rates, rates
 from kernels_pallas.checking.lower import lower
+from kernels_pallas.checking.measured import measured
 from kernels_pallas.checking.registry import cases
 from kernels_pallas.checking.timing import external_seconds, hot, seconds
 from kernels_pallas.checking.verify import distance, verify
@@ -112,7 +113,8 @@ def dry_run(chosen: tuple[Case, ...]) -> int:
             f"{case.work.flops / 1e9:10.1f} GFLOP {case.work.bytes / 1e6:9.1f} MB  floor {floor:8.1f} us"
         )
         others = "" if case.small else f"  against {', '.join(case.baselines) or 'nothing'}"
-        print(f"{case.name:48} {amounts}  {state}{others}", flush=True)
+        known = f"  measured {measured(case.name)}" if measured(case.name) != "-" else ""
+        print(f"{case.name:48} {amounts}  {state}{others}{known}", flush=True)
     took = perf_counter() - begun
     print(f"{len(chosen) - failed} of {len(chosen)} cases lower for CUDA, in {took:.0f} s; none has been run")
     return int(failed > 0)

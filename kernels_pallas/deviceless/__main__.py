@@ -1,5 +1,7 @@
 """Compile every case for an H200, print the compiler's decisions, and compare them with the budget.
 
+The least time that the work takes on an H200 stands beside the time that was measured, and the card.
+
     python -m kernels_pallas.deviceless [PATTERN]
 
 Needs the CUDA plugins of jax and NVIDIA's ptxas and nvdisasm, but neither a GPU nor a driver; ``make
@@ -16,11 +18,13 @@ from pathlib import Path
 import jax
 
 from kernels_pallas.checking.case import Case
+from kernels_pallas.checking.device import RATES
+from kernels_pallas.checking.measured import measured
 from kernels_pallas.checking.registry import cases
 from kernels_pallas.deviceless import report, target
 from kernels_pallas.deviceless.budget import Budget, budgets
 
-ROW = "{:48} {:>4} {:>6} {:>5} {:>16} {:>8} {:>8} {:>8} {:>5}"
+ROW = "{:48} {:>4} {:>6} {:>5} {:>16} {:>8} {:>8} {:>8} {:>8} {:>11} {:>5}"
 MIB = 2**20
 
 
@@ -39,7 +43,8 @@ def main() -> int:
         print(f"jax {jax.__version__}, {ptxas_release()}, for NVIDIA H200")
         print(
             ROW.format(
-                "case", "regs", "spills", "path", "tensor core", "smem KiB", "temp MiB", "launches", "s"
+                *("case", "regs", "spills", "path", "tensor core", "smem KiB", "temp MiB", "launches"),
+                *("floor us", "measured us", "s"),
             )
         )
         limits = budgets()
@@ -59,7 +64,8 @@ def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> li
     temp, launches = report.temp_bytes(compiled) / MIB, len(report.launches(target.xla_dump(dump)))
     for i, k in enumerate(kernels):
         products = " ".join(f"{count} {name}" for name, count in sorted(k.instructions.items()))
-        whole = (f"{temp:.1f}", launches, f"{seconds:.0f}") if i == 0 else ("", "", "")
+        times = f"{RATES['H200'].floor(case.work) * 1e6:.1f}", measured(case.name)
+        whole = (f"{temp:.1f}", launches, *times, f"{seconds:.0f}") if i == 0 else ("",) * 5
         shown = "-" if k.shared is None else f"{k.shared / 1024:.1f}"
         path = "-" if k.path is None else k.path
         print(ROW.format(case.name, k.registers, k.spills, path, products, shown, *whole), flush=True)

@@ -13,6 +13,7 @@ from kernels_pallas.checking import timing
 from kernels_pallas.checking.case import Case, UnavailableError, Work
 from kernels_pallas.checking.device import RATES, rates
 from kernels_pallas.checking.lower import lower
+from kernels_pallas.checking.measured import measured, runs
 from kernels_pallas.checking.registry import cases
 from kernels_pallas.checking.timing import CALLS, repeated
 from kernels_pallas.checking.verify import verify
@@ -170,6 +171,17 @@ def test_a_case_that_cannot_be_timed_does_not_hide_the_others(capsys, monkeypatc
     assert re.search(r"test/first +distance 0.0e\+00  NOT TIMED$", first)
     assert re.search(r"test/second +distance 0.0e\+00   *too short to tell; hot 3.0 us$", second)
     assert fault == "test/first: RuntimeError: out of memory"
+
+
+def test_times_were_measured_of_cases_that_there_are():
+    floors = {c.name: c.work for c in cases() if not c.small}
+    found = {name: (run.card, us) for run in reversed(runs()) for name, us in run.us.items()}
+    assert found.keys() <= floors.keys()
+    for name, (card, us) in found.items():
+        assert us * 1e-6 > RATES[card].floor(floors[name]), name
+    assert measured("mla_prefill/heads128-chunk4k") == "1387 H100"
+    assert measured("router/v3-64") == "16 H200"
+    assert measured("router/none") == "-"
 
 
 PTXAS = """ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'
