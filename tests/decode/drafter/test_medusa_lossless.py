@@ -1,4 +1,7 @@
-"""Drafts of Medusa heads: chi-square of whole steps, and a control that must fail."""
+"""Drafts of Medusa heads: chi-square of whole steps, and a control that must fail.
+
+Chains are drawn as block drafters draw them, whose fast tests hold that law (test_block_lossless.py).
+"""
 
 from dataclasses import replace
 
@@ -15,14 +18,8 @@ from tests.decode.law import CFG, DEPTH, p_values
 TARGET = replace(CFG.with_nextn(()), drafter=MedusaConfig(heads=DEPTH))
 
 
-@pytest.mark.parametrize(
-    ("verifier", "grammar"),
-    [
-        ("rejection", False),
-        pytest.param("block", True, marks=pytest.mark.slow),
-        pytest.param("coupled", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("verifier", "grammar"), [("rejection", False), ("block", True), ("coupled", False)])
 def test_lossless(verifier: str, grammar: bool):
     assert build(TARGET) == Medusa(MedusaHeads(TARGET))
     assert min(p_values(build(TARGET), TARGET, verifier, grammar)) > 1e-4
@@ -33,6 +30,7 @@ def test_a_tree_is_lossless():
     assert min(p_values(build(TARGET, tree=TreeShape.of("[[0], [1], [0, 0]]")), TARGET, "coupled")) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_law_that_is_not_renormalised_shows():
     assert min(p_values(leaking(Medusa)(MedusaHeads(TARGET)), TARGET)) < 1e-6
 
