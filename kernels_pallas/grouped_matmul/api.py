@@ -142,17 +142,9 @@ def grouped_matmul(
 
 def choose_tile(rows_per_group: int, columns: int) -> Tile:
     """Choose the tile of a product whose groups have ``rows_per_group`` rows on average."""
-    if rows_per_group > WGMMA_ROWS:
-        return _tall(rows_per_group)
-    return Tile(WGMMA_ROWS, 256 if columns % 256 == 0 else BLOCK)
-
-
-def _tall(rows_per_group: int) -> Tile:
-    """Choose the tile of groups of more rows than one product of a warpgroup has.
-
-    A tile of 256 rows asks the second-level cache for fewer bytes per row than two of 128 do, even if half of
-    it is empty.
-    """
+    if rows_per_group <= WGMMA_ROWS:
+        return Tile(WGMMA_ROWS, 256 if columns % 256 == 0 else BLOCK)
+    # 256 rows ask the second-level cache for fewer bytes per row than twice 128, even if half is empty.
     return Tile(4 * WGMMA_ROWS if rows_per_group > 2 * WGMMA_ROWS else 2 * WGMMA_ROWS, BLOCK)
 
 
@@ -164,7 +156,7 @@ def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int
     did not run at once on an H200.
     """
     if rows_per_group > WGMMA_ROWS:
-        return _tall(rows_per_group)
+        return Tile(2 * WGMMA_ROWS, BLOCK)
     tiles, steps = groups * (columns // BLOCK), terms // BLOCK
     most = CLUSTER if tiles <= GROUPS else CLUSTER // 2
     splits = [n for n in range(2, most + 1) if steps % n == 0 and tiles * n <= PROCESSORS]

@@ -67,7 +67,6 @@ def shapes() -> dict[str, Shape]:
     shapes = {
         "small-gated": Shape((3, 0, 70), 256, 256, True, few, spare=1, gap=8),
         "small-gated-many": Shape((130,), 256, 256, True, many, spare=1),
-        "small-gated-pairs": Shape((130, 300), 256, 256, True, Tile(256, 128, 2, thread_blocks=4), spare=1),
         "small-down-pairs": Shape((300, 9), 192, 256, False, Tile(256, 64, 2, thread_blocks=4)),
         "small-down": Shape((5, 64, 1), 256, 384, False, wide, spare=2),
         "small-down-many": Shape((1, 130), 128, 256, False, many),

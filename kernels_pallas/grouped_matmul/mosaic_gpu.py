@@ -24,9 +24,9 @@ from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
 
 _LOADER = COMPUTE
-# Registers of 504 for three warpgroups, of the loader and of a computing one. With more for the computing
-# warpgroups ptxas 13.5 hoists more, and spills; but for gated tiles that two thread blocks share.
-_REGISTERS, _REGISTERS_OF_PAIRS = (56, 224), (40, 232)
+# Registers of 504 for three warpgroups. With more for the computing warpgroups ptxas 13.5 hoists more, and
+# spills.
+_LOADER_REGISTERS, _COMPUTE_REGISTERS = 56, 224
 
 Place = tuple[jax.Array, jax.Array, jax.Array]  # row tile, column tile, part of K
 # Sums, one per product; and the scales of the next step's rows and weights.
@@ -70,7 +70,6 @@ def grouped_matmul(
     sizes = Sizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
-    of_loader, of_compute = _REGISTERS_OF_PAIRS if sizes.gated and sizes.pair > 1 else _REGISTERS
     clusters: dict[str, Any] = {}
     if sizes.cluster > 1 or sizes.pair > 1:
         clusters = {
@@ -92,12 +91,12 @@ def grouped_matmul(
 
         @pl.when(wg == _LOADER)
         def _load() -> None:
-            plgpu.set_max_registers(of_loader, action="decrease")
+            plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
             walk.load(walker, mine)
 
         @pl.when(wg < COMPUTE)
         def _compute() -> None:
-            plgpu.set_max_registers(of_compute, action="increase")
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             walk.compute(wg, walker, mine)
 
     out = plgpu.kernel(

@@ -22,7 +22,8 @@ class Tile:
     """How the work is cut. Attributes:
     rows: rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both have
         all rows and half of the columns, for groups of few rows. 256: two thread blocks, a cluster, have 128
-        each, and share the weights, of which each fetches half.
+        each, and share the weights, of which each fetches half; not of a gated product, whose two sums leave
+        no register for the other thread block.
     columns: output columns per tile; in a gated product columns of gate, and of up.
     stages: depth of the ring of operands in shared memory.
     splits: parts of K that are summed apart, for outputs too small to fill the GPU. In a gated product the
@@ -69,8 +70,8 @@ class Sizes:
             raise ValueError(
                 f"{tile}; expected 64 x (64, 128 or 256), or 128 or 256 x (64 or 128) rows x columns"
             )
-        if self.pair > 1 and self.cluster > 1:
-            raise ValueError(f"{tile} of a gated product; expected no splits with {tile.rows} rows")
+        if self.gated and self.pair > 1:
+            raise ValueError(f"{tile} of a gated product; expected 64 or 128 rows")
         if self.gated and (tile.columns != BLOCK or tile.splits > CLUSTER):
             raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns, at most {CLUSTER} splits")
         for what, size, part in (
@@ -136,8 +137,8 @@ class Sizes:
     def band(self) -> int:
         """Row tiles whose columns are walked together, so that tiles under way read the fewest operands.
 
-        Tiles of a band are r row tiles times walkers / r columns: their operands are fewest where the rows
-        of x are as many as those of w.
+        Tiles of a band are r row tiles times walkers / r columns: their operands are fewest where x has the
+        number of rows that w has.
         """
         if self.tile.rows == WGMMA_ROWS:
             return 1
