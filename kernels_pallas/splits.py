@@ -1,5 +1,7 @@
 """The number of parts into which a kernel splits the rows of a slot, so that a launch fills the GPU."""
 
+CLUSTER = 8
+"""Most thread blocks of a cluster on every GPU of the Hopper generation (CUDA C++ Programming Guide)."""
 GROUPS = 7
 """Groups of multiprocessors (GPCs) that an H100 or H200 has at least; a cluster lies in one of them."""
 PROCESSORS = 132

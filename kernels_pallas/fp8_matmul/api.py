@@ -87,7 +87,7 @@ def choose_tile(rows: int, columns: int, terms: int) -> Tile:
     splits = [n for n in range(1, 17) if terms // BLOCK % n == 0]
 
     def cost(tile: Tile) -> tuple[int, int]:
-        pair = 2 if tile.rows == 256 else 1  # thread blocks that share a tile's weights
+        pair = tile.pair
         tiles = -(-rows // tile.rows) * (columns // tile.columns) * tile.splits
         waves = -(-tiles * pair // PROCESSORS)
         partial_sums = tile.rows // pair * tile.columns * 8 // BLOCK if tile.splits > 1 else 0

@@ -6,11 +6,11 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.expert_layout.api import arrange
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, Tiles, few, group_all, group_rows, slots
-from kernels_pallas.grouped_matmul.tile import CLUSTER, Tile
+from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
-from kernels_pallas.splits import GROUPS, PROCESSORS
+from kernels_pallas.splits import CLUSTER, GROUPS, PROCESSORS
 
 
 def expert_mlp(

@@ -71,16 +71,16 @@ def grouped_matmul(
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     clusters: dict[str, Any] = {}
-    if sizes.cluster > 1 or sizes.pair > 1:
+    if sizes.cluster > 1 or sizes.tile.pair > 1:
         clusters = {
-            "cluster": (sizes.cluster * sizes.pair,),
+            "cluster": (sizes.cluster * sizes.tile.pair,),
             "cluster_names": ("part" if sizes.cluster > 1 else "half",),
         }
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         count = len(operands)
         out = refs[count + 2 :]
-        half = lax.axis_index("half") if sizes.pair > 1 else 0
+        half = lax.axis_index("half") if sizes.tile.pair > 1 else 0
         given = refs[:count], refs[count], refs[count + 1], half
         walk = _Walk(sizes, *given, out[: len(results)], out[len(results) :], scratch)
         wg, walker = lax.axis_index("wg"), lax.axis_index("walker")
@@ -148,7 +148,7 @@ class _Walk:
 
     def rows_of(self, wg: jax.Array) -> jax.Array | int:
         """First row of a computing warpgroup within a tile."""
-        if self.sizes.pair > 1:
+        if self.sizes.tile.pair > 1:
             return (self.half * COMPUTE + wg) * WGMMA_ROWS
         return self.share(wg)[0]
 
@@ -156,7 +156,7 @@ class _Walk:
         """Fill the ring with the operands of every step of every tile."""
         sizes, tile, s = self.sizes, self.sizes.tile, self.scratch
         x, w = self.operands[:2]
-        both = "half" if sizes.pair > 1 else None
+        both = "half" if tile.pair > 1 else None
 
         def one_tile(i: jax.Array, _: None) -> None:
             row_tile, column_tile, part = self.place(walker + i * sizes.walkers)
@@ -168,9 +168,9 @@ class _Walk:
 
             def step(k: jax.Array, _: None) -> None:
                 filled = i * sizes.steps + k
-                slot = lax.rem(filled, sizes.tile.stages)
+                slot = lax.rem(filled, tile.stages)
                 terms = pl.ds((part * sizes.steps + k) * sizes.stage_terms, sizes.stage_terms)
-                pl.when(filled >= sizes.tile.stages)(lambda: self.await_free(slot))
+                pl.when(filled >= tile.stages)(lambda: self.await_free(slot))
                 plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
                 for b in range(sizes.blocks):
                     weights = w.at[group, b, columns, terms]
@@ -180,16 +180,16 @@ class _Walk:
             lax.fori_loop(0, sizes.steps, step, None)
 
         def drain(filled: jax.Array, _: None) -> None:
-            plgpu.barrier_wait(s["free"].at[lax.rem(filled, sizes.tile.stages)])
+            plgpu.barrier_wait(s["free"].at[lax.rem(filled, tile.stages)])
 
         lax.fori_loop(0, mine, one_tile, None)
         # No warpgroup may leave while another still arrives at a barrier.
-        lax.fori_loop(jnp.maximum(mine * sizes.steps - sizes.tile.stages, 0), mine * sizes.steps, drain, None)
+        lax.fori_loop(jnp.maximum(mine * sizes.steps - tile.stages, 0), mine * sizes.steps, drain, None)
 
     def await_free(self, slot: jax.Array) -> None:
         """Wait until a stage may be filled; a copy of shared weights fills it in both thread blocks."""
         plgpu.barrier_wait(self.scratch["free"].at[slot])
-        if self.sizes.pair > 1:
+        if self.sizes.tile.pair > 1:
             plgpu.barrier_arrive(self.scratch["both_free"].at[slot])
             plgpu.barrier_wait(self.scratch["both_free"].at[slot])
 

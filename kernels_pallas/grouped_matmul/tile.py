@@ -11,10 +11,9 @@ from jax.typing import DTypeLike
 
 from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
 from kernels_pallas.quantised import BLOCK
+from kernels_pallas.splits import CLUSTER, PROCESSORS
 
 COMPUTE = 2  # computing warpgroups
-CLUSTER = 8
-"""Most thread blocks of a cluster on every GPU of the Hopper generation (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,12 @@ class Tile:
     columns: int
     stages: int = 4
     splits: int = 1
-    thread_blocks: int = 132
+    thread_blocks: int = PROCESSORS
+
+    @property
+    def pair(self) -> int:
+        """Thread blocks that have rows of one tile."""
+        return 2 if self.rows == 4 * WGMMA_ROWS else 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Sizes:
             raise ValueError(
                 f"{tile}; expected 64 x (64, 128 or 256), or 128 or 256 x (64 or 128) rows x columns"
             )
-        if self.gated and self.pair > 1:
+        if self.gated and self.tile.pair > 1:
             raise ValueError(f"{tile} of a gated product; expected 64 or 128 rows")
         if self.gated and (tile.columns != BLOCK or tile.splits > CLUSTER):
             raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns, at most {CLUSTER} splits")
@@ -114,14 +118,9 @@ class Sizes:
         return self.tile.splits if self.gated else 1
 
     @property
-    def pair(self) -> int:
-        """Thread blocks that have rows of one tile."""
-        return 2 if self.tile.rows == 4 * WGMMA_ROWS else 1
-
-    @property
     def block_rows(self) -> int:
         """Rows of a tile that a thread block has."""
-        return self.tile.rows // self.pair
+        return self.tile.rows // self.tile.pair
 
     @property
     def walkers(self) -> int:
@@ -131,7 +130,7 @@ class Sizes:
         """
         if self.cluster > 1:
             return self.tiles * self.column_tiles * self.cluster
-        return self.tile.thread_blocks // self.pair
+        return self.tile.thread_blocks // self.tile.pair
 
     @property
     def band(self) -> int:
@@ -179,16 +178,14 @@ class Sizes:
         """Shared memory and barriers of a thread block."""
         tile = self.tile
         scratch: dict[str, Any] = {
-            "xs": _operand((self.tile.stages, self.block_rows, self.stage_terms), self.dtype),
-            "ws": _operand((self.tile.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
+            "xs": _operand((tile.stages, self.block_rows, self.stage_terms), self.dtype),
+            "ws": _operand((tile.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
             "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.staged_dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=self.tile.stages),
-            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=self.tile.stages),
+            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=tile.stages),
+            "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tile.stages),
         }
-        if self.pair > 1:
-            scratch["both_free"] = plgpu.ClusterBarrier(
-                collective_axes=("half",), num_barriers=self.tile.stages
-            )
+        if self.tile.pair > 1:
+            scratch["both_free"] = plgpu.ClusterBarrier(collective_axes=("half",), num_barriers=tile.stages)
         if self.cluster > 1:
             scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=COMPUTE)
         elif self.staged_dtype == jnp.float8_e4m3fn:

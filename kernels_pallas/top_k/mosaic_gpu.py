@@ -32,6 +32,7 @@ from kernels_pallas.mosaic import (
     per_column,
     per_row,
 )
+from kernels_pallas.splits import CLUSTER, PROCESSORS
 from kernels_pallas.top_k.reference import NOTHING
 
 READERS = 2  # warpgroups of a thread block; each has its share of the scores
@@ -41,8 +42,6 @@ CHUNK = LINES * LINE
 
 WARPS = 4  # of a warpgroup
 HELD = 16  # most chunks that a warpgroup holds: 128 of a thread's 255 registers
-_CLUSTER = 8  # most thread blocks of a cluster that every Hopper GPU can place
-_MULTIPROCESSORS = 132  # of an H100 or H200
 
 _BITS = 3  # bits of the least score that a round fixes
 _BUCKETS = 1 << _BITS
@@ -51,8 +50,8 @@ _WORDS = _BUCKETS // 2  # a word has the counts of two buckets, 16 bits each
 _HALF = 16
 _LOW = (1 << _HALF) - 1
 # A half of a word holds the sum of the counts that a lane gets, each of a warp's part of a share.
-_SHARE = _LOW // (CHUNK // WARPS * (_CLUSTER * READERS * WARPS // LINE))
-MOST = _SHARE * _CLUSTER * READERS * CHUNK
+_SHARE = _LOW // (CHUNK // WARPS * (CLUSTER * READERS * WARPS // LINE))
+MOST = _SHARE * CLUSTER * READERS * CHUNK
 """Most scores of a token."""
 # The number that follows that of -inf.
 _LEAST = 0x00800000
@@ -254,9 +253,9 @@ def choose(
 def cluster(tokens: int, chunks: int) -> int:
     """Thread blocks of a token: enough to hold its scores, and more while the GPU has room for them."""
     blocks = 1
-    while blocks < _CLUSTER:
+    while blocks < CLUSTER:
         share = -(-chunks // (blocks * READERS))
-        if share <= HELD and (share <= HELD // 2 or tokens * blocks * 2 > _MULTIPROCESSORS):
+        if share <= HELD and (share <= HELD // 2 or tokens * blocks * 2 > PROCESSORS):
             break
         blocks *= 2
     return blocks

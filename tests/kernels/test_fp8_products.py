@@ -195,7 +195,7 @@ def test_tall_tiles_ask_the_cache_for_fewer_bytes():
     for tile in (api.choose_tile(4096, 7168), fp8.choose_tile(4096, 7168, 16384)):
         sizes = Sizes(tile, jnp.float8_e4m3fn, False, 4096, 7168, 16384, 16)
         products = 2 * sizes.block_rows * tile.columns
-        assert products / (sizes.block_rows + tile.columns / sizes.pair) > 170
+        assert products / (sizes.block_rows + tile.columns / tile.pair) > 170
 
 
 @needs_interpreter
