@@ -8,6 +8,7 @@ import pytest
 from mtp_jax.checkpoint import load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.checkpoint.fp8 import scale_shape
+from mtp_jax.checkpoint.summary import by_dtype
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.spec import leaves, may_be_narrow
