@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mtp_jax.checkpoint import mtp
 from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
+from mtp_jax.checkpoint.formats import by_tensors
 from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -125,7 +126,7 @@ def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = N
         raise ConfigError(f"{folder.path}: {e}") from e
     if captures is not None:
         raise ConfigError(f"draft_captures = {captures!r}, but {path} has NextN layers, which read no taps")
-    own = ModelConfig.from_file(folder.path / "config.json")
+    own = by_tensors(ModelConfig.from_file(folder.path / "config.json"), folder.tensors)
     pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [
         f"{name} is {mine!r}, the model's is {trunks!r}"

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from mtp_jax.checkpoint.draft import Draft, in_place, nextn_layers, nextn_of, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
-from mtp_jax.checkpoint.formats import FORMATS, IDS, PLAIN, SUFFIXES, Format, format_of, spec_names
+from mtp_jax.checkpoint.formats import (
+    FORMATS,
+    IDS,
+    PLAIN,
+    Format,
+    by_tensors,
+    format_of,
+    spec_names,
+    tensors_of,
+)
 from mtp_jax.checkpoint.mtp import STAGES
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -84,6 +93,7 @@ def make_plan(
     """
     cfg, raw = read_config(model_dir)
     folder = open_folder(model_dir)
+    cfg = by_tensors(cfg, folder.tensors)
     own = in_place(folder, cfg)
     if draft_captures is not None and draft_model is None:
         raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
@@ -177,7 +187,7 @@ def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: i
 
 def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
     dense = f"{nextn_name(cfg, k)}.mlp.gate_proj.weight"
-    return cfg.n_routed_experts > 0 and not any(dense + suffix in tensors for suffix in SUFFIXES)
+    return cfg.n_routed_experts > 0 and not any(name in tensors for name in tensors_of(dense))
 
 
 def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str]:
@@ -212,7 +222,8 @@ class _Accounting:
                     f"{tensor} has shape {list(tensor.shape)}; expected {list(shape)} from config.json"
                 )
             if tensor.dtype not in dtypes:
-                also = ("F8_E4M3",) if may_be_narrow(name) else ()
+                narrow = ("F8_E4M3", "I8") if self.cfg.compressed else ("F8_E4M3",)
+                also = narrow if may_be_narrow(name) else ()
                 allowed = ", ".join((*dtypes, *also))
                 self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {allowed}")
 
@@ -223,10 +234,10 @@ class _Accounting:
 
     def _expect_narrow(self, name: str, shape: tuple[int, ...], stored: Format) -> None:
         """Check all tensors of a narrow weight."""
-        own = (self.drafts[name + suffix] for suffix in SUFFIXES if name + suffix in self.drafts)
+        own = (self.drafts[part] for part in tensors_of(name) if part in self.drafts)
         cfg = next(own, self.cfg)
-        parts = stored.parts(cfg, shape)
-        found = [(part, t) for part in parts if (t := self._find(name + part.suffix))]
+        parts = stored.parts(cfg, name, shape)
+        found = [(part, t) for part in parts if (t := self._find(part.name))]
         _, first = found[0]
         if not stored.announced(cfg):
             self.wrong.append(

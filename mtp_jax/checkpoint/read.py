@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from numpy.typing import DTypeLike
 
 from mtp_jax.checkpoint import fp8
-from mtp_jax.checkpoint.formats import SUFFIXES, Stored, format_of, spec_names, staying
+from mtp_jax.checkpoint.formats import Stored, format_of, spec_names, staying, tensors_of
 from mtp_jax.checkpoint.plan import LoadPlan, make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -144,7 +144,7 @@ class _Counter:
         self.total = sum(t.nbytes for t in tensors.values())
 
     def add(self, *names: str) -> None:
-        new = {n for name in names for s in SUFFIXES if (n := name + s) in self.tensors} - self.seen
+        new = {n for name in names for n in tensors_of(name) if n in self.tensors} - self.seen
         self.seen |= new
         self.done += sum(self.tensors[n].nbytes for n in new)
         if self.progress:
@@ -212,6 +212,7 @@ def read_slice(
 ) -> np.ndarray:
     """The part ``index`` of a parameter as a new array of dtype ``kind``; only its bytes are read.
 
+    uint8 means the bytes of a tensor, whose values take one each.
     Where a parameter splits a tensor's dimension (heads x head dim), ``index`` must take whole groups.
     """
     bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
@@ -241,7 +242,8 @@ def _fill(
     name: str,
 ) -> None:
     """Fill ``out`` with the part ``bounds`` of one tensor seen as ``shape``."""
-    as_it_is = name in tensors and DTYPES[tensors[name].dtype] == out.dtype
+    in_bytes = out.dtype == np.uint8
+    as_it_is = in_bytes or (name in tensors and DTYPES[tensors[name].dtype] == out.dtype)
     stored = None if as_it_is else format_of(tensors, name)
     if stored is not None:
         stored.check(tensors, name)
@@ -253,7 +255,7 @@ def _fill(
                 stored.read(tensors, name, some, columns, into)
             else:
                 source = tensors[name].array(some)[:, columns.start : columns.stop]
-                np.copyto(into, source, casting="unsafe")
+                np.copyto(into, source.view(np.uint8) if in_bytes else source, casting="unsafe")
 
     if len(spec.tensor_shape) != 2:  # split along the first axis at most
         np.copyto(out, tensors[name].array(range(*bounds[0])), casting="unsafe")

@@ -101,7 +101,7 @@ def _head_like(head: HeadConfig, path: str | Path, cfg: ModelConfig) -> Draft:
 
 
 def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
-    """The tensors, and the model's config with their formats: FP8, int4, or none."""
+    """The tensors, and the model's config with their formats: FP8, int4, FP4, or none."""
     group = cfg.int4_group
     if isinstance(source, Mapping):
         folder = as_folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
@@ -119,9 +119,10 @@ def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
             ]
             if differing:
                 raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
-    fp8 = any(t.dtype == "F8_E4M3" for t in folder.tensors.values())
+    kinds = {t.dtype for t in folder.tensors.values()}
     packed = any(name.endswith(PACKED) for name in folder.tensors)
-    return folder, replace(cfg, fp8=fp8, int4_group=group if packed else None)
+    narrow = {"fp8": "F8_E4M3" in kinds, "fp4": "I8" in kinds, "int4_group": group if packed else None}
+    return folder, replace(cfg, **narrow)
 
 
 # A draft's config.json may differ in these keys; a model's may not change the trunk.
