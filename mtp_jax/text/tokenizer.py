@@ -220,7 +220,7 @@ def _template(folder: Path, config: JsonMapping) -> str | None:
     family = str(_read_json(folder / "config.json").get("model_type"))
     if config.get("chat_template") or family not in _TEMPLATES:
         return None
-    # The encoder is read and never run: those of V4 differ in their efforts, and config.json does not tell.
+    # The encoder is read and never run: V4's encoders differ in their efforts, and config.json does not tell.
     encoder = folder / "encoding" / "encoding_dsv4.py"
     three = encoder.exists() and "REASONING_EFFORT_PROMPTS" in _read_text(encoder)
     return ("{%- set three_efforts = true -%}\n" if three else "") + _read_text(_TEMPLATES[family])
