@@ -15,6 +15,7 @@ from mtp_jax.model.config_parts import (
     HyperConfig,
     IndexerConfig,
     RowFormat,
+    Scoring,
     YarnConfig,
 )
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
@@ -73,7 +74,7 @@ class ModelConfig:
     gqa: GqaConfig | None = None
     compressed: CompressedConfig | None = None
     hyper: HyperConfig | None = None
-    scoring_func: str = "sigmoid"
+    scoring_func: Scoring = "sigmoid"
     swiglu_limit: float | None = None
     num_hash_layers: int = 0
     num_nextn_predict_layers: int = 0

@@ -12,6 +12,9 @@ Trees = Literal["grown", "given"]
 """Trees whose nodes are the best of all that a drafter finds, or a tree of nodes that the user names."""
 
 
+Scoring = Literal["sigmoid", "sqrtsoftplus"]
+"""The function that makes scores of a router's logits."""
+
 MOST = 2**16
 """The limit of counts: each layer, head or expert has tensors of its own."""
 
