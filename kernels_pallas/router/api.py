@@ -76,6 +76,8 @@ def choose(
 
 def check(experts: int, rule: Rule) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError that says so."""
+    if rule.scoring != "sigmoid":
+        raise ValueError(f"router on mosaic_gpu: scores by {rule.scoring}, must be sigmoid; use 'xla'")
     if experts > _MAX_EXPERTS:
         raise ValueError(f"router on mosaic_gpu: {experts} experts, at most {_MAX_EXPERTS}; use 'xla'")
     if experts // rule.groups % 8:

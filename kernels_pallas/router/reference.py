@@ -19,12 +19,12 @@ def choose(
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Experts of each token, best first, and their weights; the lower id among equals.
 
-    Sigmoid scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16). The
+    Scores; groups, then experts, chosen by bias-corrected score (arXiv 2412.19437, eqs. 12-16). The
     bias only selects: weights come from the scores alone.
 
     counted: whether each token chooses; other tokens have id E, which is no expert. None: all choose.
     """
-    scores = jax.nn.sigmoid(logits)
+    scores = scores_of(logits, rule)
     choice = scores + bias
     rows, experts = choice.shape
     if rule.groups > 1:
@@ -36,6 +36,24 @@ def choose(
         choice = jnp.where(jnp.repeat(kept, experts // rule.groups, axis=1), choice, -jnp.inf)
     ids = jax.lax.top_k(choice, rule.chosen)[1]
     return weighed(ids, jnp.take_along_axis(scores, ids, axis=-1), experts, rule, counted)
+
+
+def scores_of(logits: Float[Array, "T E"], rule: Rule) -> Float[Array, "T E"]:
+    """Scores of experts."""
+    if rule.scoring == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    return jnp.sqrt(jax.nn.softplus(logits))
+
+
+def given(
+    logits: Float[Array, "T E"],
+    ids: Int[Array, "T k"],
+    rule: Rule,
+    counted: Bool[Array, " T"] | None = None,
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """``choose`` where the experts of each token are known."""
+    scores = jnp.take_along_axis(scores_of(logits, rule), ids, axis=-1, mode="clip")
+    return weighed(ids, scores, logits.shape[-1], rule, counted)
 
 
 def weighed(

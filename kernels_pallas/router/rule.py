@@ -1,6 +1,7 @@
 """The rule by which experts are chosen."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class Rule:
         kept: number of groups that a token may choose from, by the sums of their two best scores.
         normalise: whether a token's weights are divided by their sum.
         scaling: factor of the weights.
+        scoring: function that makes scores of logits; "sqrtsoftplus": the root of softplus (DeepSeek-V4).
     """
 
     chosen: int
@@ -20,3 +22,4 @@ class Rule:
     kept: int = 1
     normalise: bool = True
     scaling: float = 1.0
+    scoring: Literal["sigmoid", "sqrtsoftplus"] = "sigmoid"

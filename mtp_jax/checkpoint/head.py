@@ -10,11 +10,10 @@ from mtp_jax.checkpoint.formats import IDS
 from mtp_jax.checkpoint.medusa import is_medusa, medusa_config, medusa_name
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.json_object import JsonObject
+from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config import OF_MLA, ModelConfig
 from mtp_jax.model.head_config import BlockConfig, Captures, Eagle3Config, Head
 from mtp_jax.model.head_specs import DRAFT_HEAD
-from mtp_jax.model.hf_config import is_number
 
 # Marks of the names of architectures and types, in lower case: of heads that are read, and of others.
 _EAGLE3, _BLOCKS = "eagle3", ("dflash", "dspark")

@@ -13,6 +13,7 @@ has other forms of parts that are slow in XLA on a CPU, ``mosaic_gpu`` has kerne
 between the stages of one backend, the residual stream and the rows of a product, are its own business.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,33 +25,53 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.model import hyper
+from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
 from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.gqa import Gqa, HopperGqa
 from mtp_jax.model.attention.hopper import HopperLatent
-from mtp_jax.model.attention.kind import Kind
+from mtp_jax.model.attention.kind import Asked, Attended, Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
-from mtp_jax.model.attention.source import Paged, Whole
-from mtp_jax.model.cache import Cache, Entries, LayerCache, Tree, Views, WholeCache, rows_at
+from mtp_jax.model.cache import (
+    Cache,
+    CompressedCache,
+    Entries,
+    LayerCache,
+    PagedView,
+    Tree,
+    Views,
+    rows_at,
+)
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.experts.cpu import CpuExperts
 from mtp_jax.model.experts.exchange import Exchange, ExchangeChoice, exchange_of
 from mtp_jax.model.experts.hopper import HopperExperts
 from mtp_jax.model.experts.plain import Experts
-from mtp_jax.model.indexer import Choice, IndexQueries
+from mtp_jax.model.indexer import Choice
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Routing, Way
-from mtp_jax.model.params import Attention, GqaAttention, Layer, Mlp, Params
+from mtp_jax.model.params import (
+    Attention,
+    CompressedAttention,
+    GqaAttention,
+    Hyper,
+    HyperHead,
+    Layer,
+    Mlp,
+    Params,
+)
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.hopper import PARTS, HopperProducts
 from mtp_jax.model.products.plain import Products, Readers, Rows, Stream
-from mtp_jax.model.products.stream import Parts
+from mtp_jax.model.products.stream import Parts, Result, summed
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.stack import alike, parts, stacked
 
 Carry = TypeVar("Carry")
+AnyAttention = Attention | GqaAttention | CompressedAttention
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,7 @@ class Backend:
 
     Attributes:
         products: the products and the residual stream.
-        latent, gqa: the kinds of attention.
+        latent, gqa, compressed: the kinds of attention.
         experts: the second half of an MoE block.
         write_rows: writes rows into pages, on one device.
         micro_batches: number of micro-batches of a pass where its slots allow it, 1 or 2.
@@ -68,6 +89,7 @@ class Backend:
     products: Products
     latent: Latent
     gqa: Gqa
+    compressed: Compressed
     experts: Experts
     write_rows: Write = by_scatter
     micro_batches: int = 1
@@ -77,8 +99,10 @@ class Backend:
         """The mesh of devices; None for one device."""
         return self.products.mesh
 
-    def kind(self, a: Attention | GqaAttention) -> Kind:
+    def kind(self, a: AnyAttention) -> Kind:
         """The kind of attention that a layer's parameters are of."""
+        if isinstance(a, CompressedAttention):
+            return self.compressed
         return self.gqa if isinstance(a, GqaAttention) else self.latent
 
     # Stages
@@ -100,12 +124,13 @@ class Backend:
         """
         a, kind = p.attention, self.kind(p.attention)
         if rows is None:
-            x, rows = self.products.norm(x, p.attention_norm, cfg.rms_norm_eps, kind.readers(a))
+            readers = kind.readers(a)
+            x, rows = self.entered(x, p.attention_norm, p.attention_hyper, cfg, readers)
         return x, *kind.project(a, cfg, rows, angles, cache, views)
 
     def attend(
         self,
-        a: Attention | GqaAttention,
+        a: AnyAttention,
         cfg: ModelConfig,
         q: Any,
         entries: Entries | None,
@@ -122,42 +147,28 @@ class Backend:
         result for any set of tokens computed together. With a mesh each device handles its own slots
         (``data``) and heads (``model``); the cache is replicated over ``model``, because all heads share it.
         """
-        kind, index = self.kind(a), None if choice else q.index
-        q, w, topk = replace(q, index=None), kind.by_head(a, cfg), cfg.indexer.topk if cfg.indexer else 0
-
-        def looked(
-            q: Any, index: IndexQueries | None, w: Any, source: Whole | Paged, chosen: Array | None
-        ) -> tuple[Array, Array | None]:
-            with jax.named_scope("attend"):
-                chosen = chosen if index is None else kind.choose(index, source, topk)
-                return kind.attend(q, w, source.of(chosen), cfg.softmax_scale), chosen
-
-        if not isinstance(cache, LayerCache):
+        kind = self.kind(a)
+        asked, w = Asked(replace(q, index=None), None if choice else q.index, entries), kind.by_head(a, cfg)
+        if not isinstance(cache, LayerCache | CompressedCache):
             assert entries is not None, "entries have nowhere to be but here"
-            cache, source = _whole(cache, entries, kind.form)
-            context, chosen = looked(q, index, w, source, choice[0] if choice else None)
+            given = replace(asked, chosen=choice[0] if choice else None)
+            context, chosen, cache = kind.over_rows(cfg, given, w, cache)
             return context, cache, (chosen,)
 
-        def local(q, index, w, entries, cache, view, chosen):
-            with jax.named_scope("cache_write"):
-                if entries is not None:
-                    stored = cache.stored(entries, cfg.row)
-                    cache = self.write_rows(cache, stored, view.page_table, view.written)
-            context, chosen = looked(q, index, w, Paged(cache, view, cfg.row), chosen)
-            return context, cache, chosen
+        def local(asked: Asked, w: Any, cache: Any, view: PagedView) -> Attended:
+            return kind.over_pages(cfg, asked, w, cache, view, self.write_rows)
 
         heads, per_slot = partition("slots", None, "heads", None), partition("slots")
         paged = partition("pages")
-        specs = heads, per_slot, partition("heads"), per_slot, paged, per_slot, per_slot
-        run = sharded(local, self.mesh, specs, (heads, paged, per_slot))
+        specs = Asked(heads, per_slot, per_slot, per_slot), kind.spread(w), paged, per_slot
+        run = sharded(local, self.mesh, specs, (heads, per_slot, paged))
         shapes, contexts, choices = [v.shape for v in views], [], []
-        given = split_tree((q, index, entries), shapes, self.mesh)
         # No part writes rows that another part sees.
-        for view, (asked, sought, own), chosen in zip(
-            views, given, choice or (None,) * len(views), strict=True
+        for view, given, chosen in zip(
+            views, split_tree(asked, shapes, self.mesh), choice or (None,) * len(views), strict=True
         ):
-            asked, sought, own = view.unpacked((asked, sought, own))
-            context, cache, chosen = run(asked, sought, w, own, cache, replace(view, packing=None), chosen)
+            own = replace(view.unpacked(given), chosen=chosen)
+            context, chosen, cache = run(own, w, cache, replace(view, packing=None))
             contexts.append(view.packed(context))
             choices.append(chosen)
         return join(contexts, self.mesh), cache, tuple(choices)
@@ -165,34 +176,57 @@ class Backend:
     def after_attention(
         self, p: Layer, cfg: ModelConfig, x: Stream, context: Float[Array, "B W N v"], views: Views
     ) -> Stream:
-        """The output projection (eq. 19)."""
-        o = p.attention.o.reshape(cfg.hidden_size, -1)
+        """The output projection, added to the stream."""
         absorbed = all(v.form == "absorbed" for v in views) if views else self.latent.form == "absorbed"
-        out = self.products.result(self.products.joined(context, o, absorbed), o, split="in")
-        return self.products.add(
-            x, out if isinstance(out, Parts) else constrain(out, self.mesh, "slots", None, None)
-        )
+        out = self.kind(p.attention).result(p.attention, cfg, context, absorbed)
+        out = out if isinstance(out, Parts) else constrain(out, self.mesh, "slots", None, None)
+        return self.left(x, out)
 
     def feed_forward(
-        self, p: Layer, cfg: ModelConfig, x: Stream, counts: Bool[Array, "B W"] | None
+        self,
+        p: Layer,
+        cfg: ModelConfig,
+        x: Stream,
+        counts: Bool[Array, "B W"] | None,
+        tokens: Int[Array, "B W"] | None = None,
     ) -> tuple[Stream, Routing | None]:
         """A dense MLP, or the router and its experts. Returns (x, routing of an MoE block).
 
-        counts: which rows count; other rows visit no routed expert. None: all rows count.
+        counts: which rows count; other rows visit no routed expert. None: all rows count. tokens: of the
+        rows, where tokens choose experts.
         """
         mlp = p.mlp
         # The router reads plain rows.
         readers: Readers = (mlp,) if isinstance(mlp, Mlp) else (None, mlp, mlp.shared)
-        x, normed = self.products.norm(x, p.mlp_norm, cfg.rms_norm_eps, readers)
+        x, normed = self.entered(x, p.mlp_norm, p.mlp_hyper, cfg, readers)
         if isinstance(mlp, Mlp):
             with jax.named_scope("mlp"):
-                return self.products.add(x, self.products.mlp(normed, mlp)), None
-        added, routing = self.experts.moe(mlp, cfg, normed, counts)
-        return self.products.add(x, *added), routing
+                return self.left(x, self.products.mlp(normed, mlp)), None
+        added, routing = self.experts.moe(mlp, cfg, normed, counts, tokens)
+        return self.left(x, *added), routing
+
+    def entered(
+        self, x: Stream, weight: Float[Array, " D"], p: Hyper | None, cfg: ModelConfig, readers: Readers = ()
+    ) -> tuple[Stream, Rows]:
+        """What enters a sublayer: the stream, or the gated sum of several, normed. Returns (stream, rows)."""
+        if p is None:
+            return self.products.norm(x, weight, cfg.rms_norm_eps, readers)
+        entered, one = hyper.enter(x, p, cfg, self.products.exactly)
+        return entered, self.products.norm(one, weight, cfg.rms_norm_eps, readers)[1]
+
+    def left(self, x: Stream, *outs: Result) -> Stream:
+        """What a sublayer leaves: its result added to the stream, or to each of several."""
+        if not isinstance(x, hyper.Entered):
+            return self.products.add(x, *outs)
+        return hyper.leave(x, functools.reduce(jnp.add, map(summed, outs)))
 
     def tap(self, x: Stream) -> Float[Array, "B W D"]:
-        """The residual stream between two blocks."""
-        return self.products.tap(x)
+        """The residual stream between two blocks; the mean of several."""
+        return x.mean(axis=2).astype(x.dtype) if hyper.several(x) else self.products.tap(x)
+
+    def collapsed(self, x: Stream, p: HyperHead | None, cfg: ModelConfig) -> Stream:
+        """The one stream behind the last block."""
+        return x if p is None else hyper.collapse(x, p, cfg, self.products.exactly)
 
     def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""
@@ -261,17 +295,6 @@ class Backend:
         return replace(params, layers=tuple(itertools.chain.from_iterable(layers)))
 
 
-def _whole(cache: WholeCache | None, entries: Entries, form: Form) -> tuple[WholeCache | None, Whole]:
-    """The source of a pass without pages: a cache's rows, extended by the rows at hand."""
-    rows = entries.rows
-    mask = jnp.tri(rows.shape[1], dtype=bool)[None]
-    if cache is not None:
-        cache = cache.extended(rows)
-        rows, mask = cache.rows, cache.mask
-    mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
-    return cache, Whole(rows, mask, entries.index, form)
-
-
 def xla(
     mesh: Mesh | None = None,
     *,
@@ -282,7 +305,8 @@ def xla(
 ) -> Backend:
     """Every part in plain XLA: the reference."""
     on = Products(mesh)
-    return Backend(on, Latent(on, form), Gqa(on), Experts(on, experts, exchange), micro_batches=micro_batches)
+    own = Experts(on, experts, exchange)
+    return Backend(on, Latent(on, form), Gqa(on), Compressed(on), own, micro_batches=micro_batches)
 
 
 def xla_cpu(
@@ -296,9 +320,8 @@ def xla_cpu(
 ) -> Backend:
     """Parts in forms that are fast in XLA on a CPU (docs/cpu.md)."""
     on = CpuProducts(mesh, matrices)
-    return Backend(
-        on, CpuLatent(on, form), Gqa(on), CpuExperts(on, experts, exchange), by_loop, micro_batches
-    )
+    own = CpuExperts(on, experts, exchange)
+    return Backend(on, CpuLatent(on, form), Gqa(on), Compressed(on), own, by_loop, micro_batches)
 
 
 def mosaic_gpu(
@@ -314,7 +337,8 @@ def mosaic_gpu(
     """Kernels on a Hopper GPU (docs/kernels.md); see ``HopperProducts`` for ``kernels`` and ``strict``."""
     on = HopperProducts(mesh, kernels, strict)
     own = HopperExperts(on, experts, exchange)
-    return Backend(on, HopperLatent(on, form), HopperGqa(on), own, micro_batches=micro_batches)
+    kinds = HopperLatent(on, form), HopperGqa(on), HopperCompressed(on)
+    return Backend(on, *kinds, own, micro_batches=micro_batches)
 
 
 def backend(

@@ -1,5 +1,6 @@
 """A layer's cache, paged or whole: its contents, and the places where a pass reads and writes."""
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -63,6 +64,37 @@ class LayerCache:
         return LayerCache(packed, None if index is None else index_rows.pack(index))
 
 
+@struct.dataclass
+class CompressedCache:
+    """One layer's cache with entries of r tokens each (``compressor``).
+
+    An entry lies in the page of its last token, so that a page is whole, and what a slot rolls back is a
+    length: an entry with a rejected token is made again before a token sees it.
+
+    Attributes:
+        raw: rows of tokens.
+        entries: entries and their index keys, S / r of a page.
+        boundary: in each page the compressors' inputs of its last tokens, of which the first entry of the
+            next page is made, [P, 1, r * F / 2] float32; None where entries do not overlap.
+        recent: of each slot, the compressors' inputs of recent tokens, by position modulo R.
+    """
+
+    raw: LayerCache
+    entries: LayerCache
+    boundary: Float[Array, "P one f"] | None
+    recent: Float[Array, "slots R F"]
+
+    @property
+    def pages(self) -> "CompressedCache":
+        """The part in pages."""
+        return replace(self, recent=None)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry."""
+        return self.raw.page_size // self.entries.page_size
+
+
 def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array, "*b c"]:
     """Rows as they are cached. A row that is not finite becomes NaN in its ``keys`` and zero elsewhere.
 
@@ -79,16 +111,42 @@ def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array,
 def empty_cache(
     pages: int, page_size: int, cfg: ModelConfig, layer: int, dtype: Any, *, fp8: bool = False
 ) -> LayerCache:
-    """Zeroed pages of a layer; NextN layers count on from the trunk's. ``fp8`` ignores ``dtype``."""
-    row = cfg.row
-    rows = jnp.zeros((pages, page_size, row.width), dtype)
-    keys = (
-        jnp.zeros((pages, page_size, cfg.indexer.dim), dtype) if cfg.indexer and cfg.indexes(layer) else None
-    )
-    if not fp8:
+    """Zeroed pages of a layer without entries; NextN layers count on from the trunk's.
+
+    ``fp8`` ignores ``dtype``.
+    """
+    index = cfg.indexer.dim if cfg.indexer and cfg.indexes(layer) else None
+    return _zeros(pages, page_size, cfg.row, index, None if fp8 else dtype)
+
+
+def _zeros(pages: int, page_size: int, row: RowFormat, index: int | None, dtype: Any) -> LayerCache:
+    """index: width of index keys. dtype: None: FP8 rows."""
+    rows = jnp.zeros((pages, page_size, row.width), jnp.float32 if dtype is None else dtype)
+    keys = None if index is None else jnp.zeros((pages, page_size, index), rows.dtype)
+    if dtype is not None:
         return LayerCache(rows, keys)
     packed = pack(rows, row.e4m3, row.block)
     return LayerCache(packed, None if keys is None else index_rows.pack(keys))
+
+
+def empty_compressed(
+    pages: LayerCache, cfg: ModelConfig, layer: int, slots: int, window: int
+) -> CompressedCache:
+    """A layer's zeroed cache with entries, from its ``empty_cache``.
+
+    window: most tokens of a slot that a step may write.
+    """
+    c, count, page_size = cfg.compressed, len(jax.tree.leaves(pages.rows)[0]), pages.page_size
+    assert c is not None, "a layer with entries has compressed attention"
+    ratio, index = c.ratio(layer), c.index_dim if cfg.indexes(layer) else None
+    over, channels = c.overlap(ratio), 2 * (c.head_dim + (index or 0))
+    dtype = None if isinstance(pages.rows, tuple) else pages.rows.dtype
+    boundary = jnp.zeros((count, 1, over * channels), jnp.float32) if over else None
+    # A step reads the inputs that an entry may need, while later places hold inputs of rejected tokens.
+    length = ratio + over - 1 + window - 1
+    recent = jnp.zeros((slots, length, channels * (2 if over else 1)), jnp.float32)
+    entries = _zeros(count, page_size // ratio, cfg.row, index, dtype)
+    return CompressedCache(pages, entries, boundary, recent)
 
 
 @struct.dataclass
@@ -104,6 +162,8 @@ class PagedView:
         visible: rows that each window token attends to.
         form: MLA form that attends: "absorbed" for windows of a few tokens. Other attention has one form.
         packing: window tokens that the pass computes; None: all.
+        slot: number of each slot over all data shards, of a model whose caches have a part for each slot; a
+            number past the last slot for a row that writes nothing.
     """
 
     page_table: Int[Array, "B n"]
@@ -111,6 +171,7 @@ class PagedView:
     visible: Visible
     form: Form = struct.field(pytree_node=False, default="absorbed")
     packing: Packing | None = None
+    slot: Int[Array, " B"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -148,7 +209,7 @@ class WholeCache:
         return WholeCache(jnp.concatenate([self.rows, rows], axis=1), self.mask)
 
 
-Cache = LayerCache | WholeCache
+Cache = LayerCache | CompressedCache | WholeCache
 
 
 def places(
@@ -196,9 +257,17 @@ def read_rows(
 
 
 def read_chosen(
-    cache: LayerCache, page_table: Int[Array, "B n"], chosen: Int[Array, "B W K"], dtype: Any, rank: int
+    cache: LayerCache,
+    page_table: Int[Array, "B n"],
+    chosen: Int[Array, "B W K"],
+    dtype: Any,
+    rank: int,
+    block: int = BLOCK,
 ) -> Float[Array, "B W K c"]:
-    """The rows that each token chose, FP8 rows in ``dtype``; zero where it chose none."""
+    """The rows that each token chose, FP8 rows in ``dtype``; zero where it chose none.
+
+    rank, block: see ``read_rows``.
+    """
     there, size = chosen != NOTHING, cache.page_size
     row = jnp.where(there, chosen, 0)
     page = jnp.take_along_axis(page_table[:, None], row // size, axis=2)
@@ -207,7 +276,7 @@ def read_chosen(
         return jnp.where(there[..., None], pages[page, row % size], 0)
 
     found = jax.tree.map(read, cache.rows)
-    return unpack(found, rank).astype(dtype) if isinstance(found, tuple) else found
+    return unpack(found, rank, block).astype(dtype) if isinstance(found, tuple) else found
 
 
 def read_index(cache: LayerCache, page_table: Int[Array, "B n"], dtype: Any) -> Float[Array, "B L i"]:

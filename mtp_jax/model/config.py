@@ -1,17 +1,35 @@
 """Model configuration: one frozen ``ModelConfig``, whose values go together."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.json_object import JsonObject
+from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model import hf_config
-from mtp_jax.model.config_parts import GqaConfig, HeadConfig, IndexerConfig, RowFormat, YarnConfig
+from mtp_jax.model.config_parts import (
+    MOST,
+    CompressedConfig,
+    GqaConfig,
+    HeadConfig,
+    HyperConfig,
+    IndexerConfig,
+    RowFormat,
+    Scoring,
+    YarnConfig,
+)
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
-__all__ = ["GqaConfig", "HeadConfig", "IndexerConfig", "ModelConfig", "RowFormat", "YarnConfig"]
+__all__ = [
+    "CompressedConfig",
+    "GqaConfig",
+    "HeadConfig",
+    "HyperConfig",
+    "IndexerConfig",
+    "ModelConfig",
+    "RowFormat",
+    "YarnConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -19,12 +37,12 @@ class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
 
     The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``gqa`` describes
-    attention instead.
+    attention instead; with ``compressed``, which does so too, ``q_lora_rank`` and ``qk_rope_head_dim`` count.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
-    tensors present, since some models ship a dense one. ``fp8`` and ``int4_group``, the inputs that share a
-    scale, say that the checkpoint has such weights; which they are, its tensors tell. ``drafter`` describes
-    a draft head beside the model, which drafts in the place of NextN layers.
+    tensors present, since some models ship a dense one. ``fp8``, ``fp4`` and ``int4_group``, the inputs
+    that share a scale, say that the checkpoint has such weights; which they are, its tensors tell.
+    ``drafter`` describes a draft head beside the model, which drafts in the place of NextN layers.
     """
 
     vocab_size: int
@@ -54,6 +72,11 @@ class ModelConfig:
     max_position_embeddings: int = 4096
     indexer: IndexerConfig | None = None
     gqa: GqaConfig | None = None
+    compressed: CompressedConfig | None = None
+    hyper: HyperConfig | None = None
+    scoring_func: Scoring = "sigmoid"
+    swiglu_limit: float | None = None
+    num_hash_layers: int = 0
     num_nextn_predict_layers: int = 0
     nextn_moe: tuple[bool, ...] = ()
     tie_word_embeddings: bool = False
@@ -62,6 +85,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     fp8: bool = False
     int4_group: int | None = None
+    fp4: bool = False
     drafter: HeadConfig | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +108,12 @@ class ModelConfig:
         values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
         moe = bool(values.get("n_routed_experts"))
         required = [n for n, f in known.items() if f.default is MISSING]
-        required += [*(_REQUIRED_OF_MOE if moe else ()), *(() if values["gqa"] else OF_MLA)]
+        mla = not (values["gqa"] or values["compressed"])
+        required += [
+            *(_REQUIRED_OF_MOE if moe else ()),
+            *(_GROUPS if moe and not values["compressed"] else ()),
+        ]
+        required += OF_MLA if mla else ()
         missing = [n for n in required if n not in values]
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
@@ -94,7 +123,7 @@ class ModelConfig:
             values[name] = None if values[name] is None else kind(**values[name])
         try:
             count = values.get("num_nextn_predict_layers", 0)
-            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, _MOST + 1)))
+            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, MOST + 1)))
             return cls(**values)
         except (TypeError, OverflowError) as e:
             raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
@@ -106,11 +135,14 @@ class ModelConfig:
             "architectures": [architecture],
             "model_type": model_type,
             "hidden_act": "silu",
-            "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
         }
         of_mla = () if self.gqa is None else (*OF_MLA, "q_lora_rank")
-        left_out = {"fp8", "int4_group", "indexer", "gqa", "drafter", *of_mla}
+        left_out = {"fp8", "fp4", "int4_group", "indexer", "gqa", "compressed", "hyper", "drafter", *of_mla}
+        if self.compressed:
+            left_out |= {*OF_MLA, *_NOT_IN_V4} - {"qk_rope_head_dim"}
+        else:
+            left_out |= {"swiglu_limit", "num_hash_layers"}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         out |= self._attention_keys() | self._index_keys()
         out["torch_dtype"] = out.pop("dtype")
@@ -123,6 +155,8 @@ class ModelConfig:
         return out
 
     def _kind(self) -> tuple[str, str]:
+        if self.compressed:
+            return "deepseek_v4", "DeepseekV4ForCausalLM"
         if self.gqa:
             return "glm4_moe", "Glm4MoeForCausalLM"
         if self.indexer is None:
@@ -133,7 +167,11 @@ class ModelConfig:
 
     def _attention_keys(self) -> JsonObject:
         """Keys of ``config.json`` for attention beside the dimensions of MLA."""
-        g = self.gqa
+        g, c, h = self.gqa, self.compressed, self.hyper
+        if c and h:
+            ratios = {"compress_ratios": [*c.ratios, *(0,) * self.num_nextn_predict_layers]}
+            sizes = {key: getattr(part, name) for part in (c, h) for name, key in part.KEYS.items()}
+            return {"attention_bias": False, "num_key_value_heads": 1, **sizes, **ratios}
         if g is None:
             return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
         return {key: getattr(g, name) for name, key in g.KEYS.items()}
@@ -148,6 +186,8 @@ class ModelConfig:
 
     def indexes(self, layer: int) -> bool:
         """Whether a layer has an indexer; NextN layers count on from the trunk's."""
+        if self.compressed:
+            return self.compressed.ratio(layer) == 4
         if self.indexer is None:
             return False
         return layer >= self.num_hidden_layers or not self.indexer.shared[layer]
@@ -155,12 +195,13 @@ class ModelConfig:
     @property
     def qk_head_dim(self) -> int:
         """Width of one query or key head, rope part included."""
-        return self.gqa.head_dim if self.gqa else self.qk_nope_head_dim + self.qk_rope_head_dim
+        own = self.gqa or self.compressed
+        return own.head_dim if own else self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def rope_dim(self) -> int:
         """Channels of a head that are rotated."""
-        return int(self.gqa.head_dim * self.gqa.rotary) if self.gqa else self.qk_rope_head_dim
+        return self.gqa.rope_dim if self.gqa else self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
@@ -177,6 +218,9 @@ class ModelConfig:
         if self.gqa:
             width = self.gqa.width
             return RowFormat(2 * width, (0, width), 2 * width, self.gqa.head_dim)
+        if c := self.compressed:
+            rope = c.head_dim - self.qk_rope_head_dim
+            return RowFormat(c.head_dim, (0, c.head_dim), rope, FP8_BLOCK // 2)
         return RowFormat(self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, FP8_BLOCK)
 
     def cache_bytes(self, layer: int, dtype: str) -> int:
@@ -223,9 +267,25 @@ class ModelConfig:
 
 
 # Fields that are read into classes of their own.
-_PARTS = {"rope_scaling": YarnConfig, "indexer": IndexerConfig, "gqa": GqaConfig}
+_PARTS = {
+    "rope_scaling": YarnConfig,
+    "indexer": IndexerConfig,
+    "gqa": GqaConfig,
+    "compressed": CompressedConfig,
+    "hyper": HyperConfig,
+}
 
 OF_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+# Fields without a key of their own in DeepSeek-V4's files.
+_NOT_IN_V4 = (
+    "intermediate_size",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "rope_interleave",
+)
 
 # Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
 # back to.
@@ -233,9 +293,8 @@ _REQUIRED_OF_MOE = (
     "moe_intermediate_size",
     "num_experts_per_tok",
     "routed_scaling_factor",
-    "n_group",
-    "topk_group",
 )
+_GROUPS = ("n_group", "topk_group")
 
 _POSITIVE = (
     "vocab_size",
@@ -249,6 +308,7 @@ _POSITIVE = (
     "moe_layer_freq",
 )
 _NATURAL = (
+    "num_hash_layers",
     "moe_intermediate_size",
     "n_routed_experts",
     "n_shared_experts",
@@ -258,7 +318,7 @@ _NATURAL = (
 )
 
 # Counts with a limit each, as each layer or expert has tensors of its own.
-_COUNTS, _MOST = ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"), 2**16
+_COUNTS = "num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"
 # Most tensors of all layers together: about five times Kimi-K2's, 61 layers of 384.
 _MOST_EXPERTS = 2**17
 
@@ -271,20 +331,36 @@ def _check(c: ModelConfig) -> None:
     def whole(value: object, least: int) -> bool:
         return isinstance(value, int) and type(value) is int and value >= least
 
-    for name in (*_POSITIVE, *(() if c.gqa else OF_MLA)):
+    for name in (*_POSITIVE, *(() if c.gqa or c.compressed else OF_MLA)):
         need(whole(getattr(c, name), 1), name, "a positive integer")
     for name in _NATURAL:
         need(whole(getattr(c, name), 0), name, "an integer >= 0")
     for name in _COUNTS:
-        need(getattr(c, name) <= _MOST, name, f"at most {_MOST:,}")
+        need(getattr(c, name) <= MOST, name, f"at most {MOST:,}")
     for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
-        need(hf_config.is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
+        need(is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
     for name in ("norm_topk_prob", "rope_interleave", "tie_word_embeddings"):
         need(type(getattr(c, name)) is bool, name, "true or false")
     need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
     if c.gqa:
-        _check_gqa(c, c.gqa)
+        c.gqa.check(c.num_attention_heads)
+        for name in (*OF_MLA, "q_lora_rank", "indexer", "rope_scaling", "rope_interleave"):
+            if getattr(c, name):
+                raise ConfigError(
+                    f"{name} = {getattr(c, name)!r:.200} is not supported with grouped-query attention; "
+                    f"expected {'false' if name == 'rope_interleave' else 'no such key'}"
+                )
+    if c.compressed:
+        c.compressed.check(c.num_attention_heads, c.qk_rope_head_dim)
+        assert c.hyper is not None, "files have both or neither"
+        c.hyper.check()
+        need(is_number(c.swiglu_limit) and c.swiglu_limit > 0, "swiglu_limit", "a positive number")
+        need(c.q_lora_rank is not None, "q_lora_rank", "a positive integer: queries have a low rank")
+        need(c.n_shared_experts == 1, "n_shared_experts", "1")
+        need(c.norm_topk_prob, "norm_topk_prob", "true")
+        most = c.num_hidden_layers
+        need(c.num_hash_layers <= most, "num_hash_layers", f"at most num_hidden_layers = {most}")
     need(all(whole(i, 0) for i in c.eos_token_ids), "eos_token_ids", "token ids")
     need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
     need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
@@ -295,10 +371,11 @@ def _check(c: ModelConfig) -> None:
             raise ConfigError(f"rope_scaling = {y}; expected factor >= 1 and beta_fast >= beta_slow > 0")
         need(c.rope_theta > 1, "rope_theta", "more than 1 with YaRN")
         original = y.original_max_position_embeddings
-        if not (whole(original, 1) and hf_config.is_number(original)):
+        if not (whole(original, 1) and is_number(original)):
             raise ConfigError(f"rope_scaling = {y}; expected whole original_max_position_embeddings >= 1")
     if c.indexer:
-        _check_indexer(c, c.indexer)
+        layers = c.num_hidden_layers, c.num_nextn_predict_layers
+        c.indexer.check(c.qk_rope_head_dim, c.q_lora_rank, *layers)
     if len(c.nextn_moe) != c.num_nextn_predict_layers:
         raise ConfigError(
             f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "
@@ -334,57 +411,4 @@ def _check(c: ModelConfig) -> None:
                 divides,
                 name,
                 f"a multiple of {unit}: int4 weights have {group} inputs in a group, 8 in a word",
-            )
-
-
-def _check_part(part: IndexerConfig | GqaConfig, sizes: Iterable[str], flags: Iterable[str]) -> None:
-    """Check the types of fields, and the range of sizes. Raises ConfigError with the key of config.json."""
-    for name in sizes:
-        value = getattr(part, name)
-        if type(value) is not int or not 1 <= value <= _MOST:
-            raise ConfigError(
-                f"{part.KEYS[name]} = {value!r:.80}; expected a whole number from 1 to {_MOST:,}"
-            )
-    for name in flags:
-        if type(value := getattr(part, name)) is not bool:
-            raise ConfigError(f"{part.KEYS[name]} = {value!r:.80}; expected true or false")
-
-
-def _check_indexer(c: ModelConfig, i: IndexerConfig) -> None:
-    _check_part(i, ("heads", "dim", "topk"), ("interleaved", "share_drafts"))
-    if i.dim < c.qk_rope_head_dim:
-        raise ConfigError(
-            f"index_head_dim = {i.dim}; expected qk_rope_head_dim = {c.qk_rope_head_dim} or more"
-        )
-    if c.q_lora_rank is None:
-        raise ConfigError("q_lora_rank = None; the indexer's queries are made of the queries' low rank")
-    if len(i.shared) != c.num_hidden_layers or i.shared[0]:
-        raise ConfigError(
-            f"the indexer is said to be shared by layers {i.shared}; expected {c.num_hidden_layers} values, "
-            "the first of them False: it has no layer before it"
-        )
-    if i.share_drafts and c.num_nextn_predict_layers > 1:
-        raise ConfigError(
-            f"index_share_for_mtp_iteration with num_nextn_predict_layers = {c.num_nextn_predict_layers}; "
-            "expected one layer, or false"
-        )
-
-
-def _check_gqa(c: ModelConfig, g: GqaConfig) -> None:
-    _check_part(g, ("kv_heads", "head_dim"), ("qk_norm", "bias"))
-    if c.num_attention_heads % g.kv_heads:
-        raise ConfigError(
-            f"num_key_value_heads = {g.kv_heads} does not divide num_attention_heads = "
-            f"{c.num_attention_heads}"
-        )
-    if not (hf_config.is_number(g.rotary) and 0 < g.rotary <= 1) or c.rope_dim % 2 or not c.rope_dim:
-        raise ConfigError(
-            f"partial_rotary_factor = {g.rotary!r:.80} of head_dim = {g.head_dim}; expected a number above "
-            "0, at most 1, that gives an even number of channels"
-        )
-    for name in (*OF_MLA, "q_lora_rank", "indexer", "rope_scaling", "rope_interleave"):
-        if getattr(c, name):
-            raise ConfigError(
-                f"{name} = {getattr(c, name)!r:.200} is not supported with grouped-query attention; "
-                f"expected {'false' if name == 'rope_interleave' else 'no such key'}"
             )

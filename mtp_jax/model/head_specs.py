@@ -108,7 +108,7 @@ class BlockHead:
     @property
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make entries of tokens: the fusion of taps, and keys and values of every layer."""
-        each = (each.layer.entries[1:] for each in self.layers)
+        each = (each.layer.attention.entries for each in self.layers)
         return self.fuse, self.context_norm, *each
 
 

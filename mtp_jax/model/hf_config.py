@@ -8,25 +8,25 @@ the reason.
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeGuard
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.json_object import JsonObject
+from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config_parts import GqaConfig, IndexerConfig
 from mtp_jax.model.hf_quantization import quantisation
+from mtp_jax.model.hf_v4 import v4_parts, yarn_source
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # Models with sparse attention, and whether the indexer's rope pairs neighbours if the config does not say.
 _SPARSE = {"deepseek_v32": False, "glm_moe_dsa": True}
 _GQA = "glm4_moe"
-_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", _GQA, *_SPARSE}
+_V4 = "deepseek_v4"
+_MODEL_TYPES = {"deepseek_v3", "kimi_k2", "glm4_moe_lite", "joyai_llm_flash", _GQA, _V4, *_SPARSE}
 _HYBRID = "its layers mix other kinds of attention with MLA"
 _REFUSED = {
-    "deepseek_v4": "its compressed sparse attention and hyper-connections are a different architecture",
+    "deepseek_v41": "its layers share compressed caches and choose in two levels, which DeepSeek-V4's do not",
     "deepseek_v2": "its softmax router is not implemented",
     "glm5_next": _HYBRID,
     "kimi_k3": _HYBRID,
@@ -106,20 +106,25 @@ def text_part(raw: JsonObject) -> JsonObject:
 def translate(raw: JsonObject) -> JsonObject:
     """Fields of ``ModelConfig`` that the dialects write in different ways.
 
-    ``rope_scaling``, ``indexer`` and ``gqa`` hold the arguments of their classes, None without. Raises
+    ``rope_scaling``, ``indexer``, ``gqa``, ``compressed`` and ``hyper`` hold the arguments of their classes,
+    None without. Raises
     ConfigError for a model that the engine cannot run.
     """
     _refuse_unsupported(raw)
-    eos = raw.get("eos_token_id")
+    eos, v4 = raw.get("eos_token_id"), _model_type(raw) == _V4
+    if v4:
+        own = v4_parts(raw) | {"rope_scaling": _yarn(raw, yarn_source(raw)), "indexer": None, "gqa": None}
+    else:
+        own = {**_dense_layers(raw), **_rope(raw), "indexer": _indexer(raw), **_gqa(raw), **_NOT_V4}
     return {
-        **_dense_layers(raw),
-        **_rope(raw),
+        **own,
         **quantisation(raw),
-        "indexer": _indexer(raw),
-        **_gqa(raw),
         "dtype": _dtype(raw),
         "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
     }
+
+
+_NOT_V4 = {"compressed": None, "hyper": None, "swiglu_limit": None, "num_hash_layers": 0}
 
 
 def _refuse_unsupported(raw: JsonObject) -> None:
@@ -131,10 +136,11 @@ def _refuse_unsupported(raw: JsonObject) -> None:
         why = f": {reasons[0]}" if reasons else f"; expected one of {known}"
         raise ConfigError(f"model_type {kind!r} is not supported{why}")
     for key, allowed in (
-        ("scoring_func", "sigmoid"),
+        ("scoring_func", "sqrtsoftplus" if kind == _V4 else "sigmoid"),
         ("topk_method", "noaux_tc"),
         ("hidden_act", "silu"),
-        *(() if kind == _GQA else (("attention_bias", False), ("partial_rotary_factor", 1))),
+        *(() if kind == _GQA else (("attention_bias", False),)),
+        *(() if kind in (_GQA, _V4) else (("partial_rotary_factor", 1),)),
     ):
         for given in (raw, raw.get("rope_parameters")):
             got = given.get(key) if isinstance(given, dict) else None
@@ -148,6 +154,7 @@ _ARCHITECTURES = {
     "DeepseekV32For": "deepseek_v32",
     "GlmMoeDsaFor": "glm_moe_dsa",
     "Glm4MoeFor": "glm4_moe",
+    "DeepseekV4For": "deepseek_v4",
 }
 
 
@@ -274,11 +281,6 @@ def _number(name: str, value: object) -> float:
     if not is_number(value):
         raise ConfigError(f"{name} = {value!r:.200}; expected a number")
     return float(value)
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a finite number that a float can hold; JSON has longer numbers, and NaN."""
-    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
 
 
 def _dtype(raw: JsonObject) -> str:

@@ -38,6 +38,11 @@ class Attention:
     o: Weight  # [D, N, v]
     indexer: Indexer | None = None
 
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Parameters that make latents."""
+        return self.kv_a, self.kv_norm
+
 
 @dataclass(frozen=True)
 class GqaAttention:
@@ -56,6 +61,11 @@ class GqaAttention:
     q_norm: Weight  # [h]
     k_norm: Weight  # [h]
 
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        """Parameters that make keys and values."""
+        return self.k, self.v, self.k_bias, self.v_bias, self.k_norm
+
 
 @dataclass(frozen=True)
 class Mlp:
@@ -70,7 +80,8 @@ class Moe:
     """Routed experts and the shared expert (None when the model has none).
 
     With ``copies`` the first axis of gate_up and down is slots, more than E, each of which holds some expert:
-    ``copies[e]`` are the slots of expert e, then -1 (see ``expert_slots``).
+    ``copies[e]`` are the slots of expert e, then -1 (see ``expert_slots``). With ``by_token`` a row's experts
+    are its token's, and there is no bias.
     """
 
     router: Weight  # [E, D] float32
@@ -79,6 +90,7 @@ class Moe:
     down: Weight  # [E, D, I]
     shared: Mlp | None
     copies: Weight = None  # [E, c] int32
+    by_token: Weight = None  # [V, k] int32, tid2eid
 
     @property
     def routed(self) -> tuple[Weight, Weight]:
@@ -88,19 +100,19 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """A pre-norm decoder block."""
+    """A pre-norm decoder block. With several residual streams its halves have hyper-connections."""
 
     attention_norm: Weight  # [D]
-    attention: Attention | GqaAttention
+    attention: Any  # Attention, GqaAttention or CompressedAttention
     mlp_norm: Weight  # [D]
     mlp: Mlp | Moe
+    attention_hyper: Any = None  # Hyper
+    mlp_hyper: Any = None  # Hyper
 
     @property
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make the layer's entries of its rows: the norm, and latents or keys and values."""
-        a = self.attention
-        kv = (a.k, a.v, a.k_bias, a.v_bias, a.k_norm) if isinstance(a, GqaAttention) else (a.kv_a, a.kv_norm)
-        return self.attention_norm, *kv
+        return self.attention_norm, self.attention_hyper, *self.attention.entries
 
 
 def norm(name: str, size: int) -> Spec:

@@ -1,4 +1,4 @@
-"""Small parts that every block uses: RMSNorm, rotary embedding."""
+"""Small parts that every block uses: RMSNorm, rotary embedding, activation."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import ModelConfig, YarnConfig
 
 
 @jax.named_scope("norm")
@@ -17,18 +17,16 @@ def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -
     return (x32 * scale * weight).astype(x.dtype)
 
 
-def rope_frequencies(cfg: ModelConfig) -> Float[Array, " r"]:
+def _frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Float[Array, " r"]:
     """Inverse frequencies, YaRN's blend included (arXiv 2309.00071, section 3.2), float32 [R/2]."""
-    dims = cfg.rope_dim
     i = jnp.arange(dims // 2, dtype=jnp.float32)
-    inv = cfg.rope_theta ** (-2 * i / dims)
-    yarn = cfg.rope_scaling
+    inv = theta ** (-2 * i / dims)
     if yarn is None:
         return inv
 
     def dim_of(rotations: float) -> float:
         wavelength = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return dims * math.log(wavelength) / (2 * math.log(cfg.rope_theta))
+        return dims * math.log(wavelength) / (2 * math.log(theta))
 
     low = max(math.floor(dim_of(yarn.beta_fast)), 0)
     high = min(math.ceil(dim_of(yarn.beta_slow)), dims - 1)
@@ -36,11 +34,25 @@ def rope_frequencies(cfg: ModelConfig) -> Float[Array, " r"]:
     return inv / yarn.factor * ramp + inv * (1 - ramp)
 
 
-def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W 2 r"]:
-    """cos and sin of every position, stacked, float32."""
-    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
-    factor = cfg.rope_scaling.rope_factor if cfg.rope_scaling else 1.0
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * factor
+def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W ... 2 r"]:
+    """cos and sin of every position, stacked, float32.
+
+    With compressed attention for both kinds of layers, [B, W, 2, 2, r]: without entries, and with them.
+    """
+    if cfg.compressed is None:
+        return angles_of(cfg, positions)
+    return jnp.stack([angles_of(cfg, positions, compressed=kind) for kind in (False, True)], axis=2)
+
+
+def angles_of(
+    cfg: ModelConfig, positions: Int[Array, "B W"], compressed: bool | None = None
+) -> Float[Array, "B W 2 r"]:
+    """``rope_angles`` of one kind of layers. compressed: whether they have entries; None: all are alike."""
+    theta, yarn = cfg.rope_theta, cfg.rope_scaling
+    if compressed is not None and cfg.compressed is not None:
+        theta, yarn = (cfg.compressed.theta, yarn) if compressed else (theta, None)
+    angle = positions[..., None].astype(jnp.float32) * _frequencies(cfg.rope_dim, theta, yarn)
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * (yarn.rope_factor if yarn else 1.0)
 
 
 def rotate(
@@ -75,6 +87,29 @@ def rotate_first(
     """Rotate the first channels, two for each angle; the other channels stay unchanged."""
     rope, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
     return jnp.concatenate([rotate(rope, angles, interleaved), rest], axis=-1)
+
+
+def rotate_last(x: Float[Array, "B W ... h"], angles: Float[Array, "#B W 2 r"]) -> Float[Array, "B W ... h"]:
+    """Rotate the last channels, two neighbours for each angle. They are returned as evens, then odds."""
+    rest, rope = jnp.split(x, [x.shape[-1] - 2 * angles.shape[-1]], axis=-1)
+    return jnp.concatenate([rest, rotate(rope, angles, interleaved=True)], axis=-1)
+
+
+def unrotate_last(x: Float[Array, "B W N h"], angles: Float[Array, "#B W 2 r"]) -> Float[Array, "B W N h"]:
+    """Undo ``rotate_last``, the order of channels included."""
+    rest, rope = jnp.split(x, [x.shape[-1] - 2 * angles.shape[-1]], axis=-1)
+    back = rotate(rope, angles * jnp.array([[1.0], [-1.0]]), interleaved=False)
+    pairs = jnp.stack(jnp.split(back, 2, axis=-1), axis=-1)
+    return jnp.concatenate([rest, pairs.reshape(rope.shape)], axis=-1)
+
+
+def gated(
+    gate: Float[Array, "*b i"], up: Float[Array, "*b i"], limit: float | None = None
+) -> Float[Array, "*b i"]:
+    """``silu(gate) * up``, the activation of SwiGLU. limit: of gate, and of up in both directions."""
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
 
 
 def masked_softmax(

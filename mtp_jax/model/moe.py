@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.model.layers import gated
 from mtp_jax.model.narrow import Narrow, expand, index
 
 Way = Literal["dense", "sparse"]
@@ -39,21 +40,34 @@ class Routing:
 
 
 def dense(
-    gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, product: Product
+    gate_up: Weight,
+    down: Weight,
+    x: Float[Array, "T D"],
+    r: Routing,
+    product: Product,
+    limit: float | None = None,
 ) -> Float[Array, "T D"]:
-    """Run every expert on every row, weighted: the reference. Experts not chosen weigh zero."""
+    """Run every expert on every row, weighted: the reference. Experts not chosen weigh zero.
+
+    limit: see ``layers.gated``.
+    """
     gate_up, down = expand(gate_up, x.dtype), expand(down, x.dtype)
     one_hot = jax.nn.one_hot(r.ids, down.shape[0], dtype=jnp.float32)
     weight = jnp.einsum("tke,tk->te", one_hot, r.weights)
     hidden = product(x, gate_up, x.dtype)
-    act = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
+    act = gated(hidden[:, :, 0], hidden[:, :, 1], limit)
     act = (act * weight[..., None]).astype(x.dtype)
     side_by_side = jnp.moveaxis(down, 0, 1).reshape(x.shape[-1], -1)
     return product(act.reshape(len(x), -1), side_by_side, jnp.float32).astype(x.dtype)
 
 
 def by_visit(
-    gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, product: Product
+    gate_up: Weight,
+    down: Weight,
+    x: Float[Array, "T D"],
+    r: Routing,
+    product: Product,
+    limit: float | None = None,
 ) -> Float[Array, "T D"]:
     """Visit each chosen expert with its own rows only, in tiles of about the mean number of an expert's rows.
 
@@ -73,17 +87,11 @@ def by_visit(
         e = jnp.searchsorted(last_visit, i, side="right")
         lane = (i - (last_visit[e] - visits[e])) * tile + jnp.arange(tile)
         pair = order[jnp.minimum(first_pair[e] + lane, pairs - 1)]
-        y = _expert(gate_up, down, e, x[pair // k], product)
+        own = index(gate_up, e), index(down, e)
+        gu = product(x[pair // k], own[0], x.dtype)
+        y = product(gated(gu[:, 0], gu[:, 1], limit), own[1], x.dtype)
         return out.at[jnp.where(lane < counts[e], pair, pairs)].set(y, mode="drop")
 
     out = jax.lax.fori_loop(0, last_visit[-1], visit, jnp.zeros((pairs, x.shape[1]), x.dtype))
     mixed = jnp.einsum("tkd,tk->td", out.reshape(rows, k, -1).astype(jnp.float32), r.weights)
     return mixed.astype(x.dtype)
-
-
-def _expert(
-    gate_up: Weight, down: Weight, e: Int[Array, ""], x: Float[Array, "T D"], product: Product
-) -> Float[Array, "T D"]:
-    gate_up, down = index(gate_up, e), index(down, e)
-    gu = product(x, gate_up, x.dtype)
-    return product(jax.nn.silu(gu[:, 0]) * gu[:, 1], down, x.dtype)

@@ -26,12 +26,14 @@ from mtp_jax.model.head_specs import (
 from mtp_jax.model.layer_specs import Attention, GqaAttention, Indexer, Layer, Mlp, Moe
 from mtp_jax.model.spec import Spec
 from mtp_jax.model.specs import NextN, Params, param_specs
+from mtp_jax.model.v4_specs import CompressedAttention, Compressor, EntryIndexer, Hyper, HyperHead
 
 # `flax.struct` declares every other pytree; these classes are declared without jax, and flax imports it.
 for _tree in (
     *(Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Params),
     *(Eagle3, BlockHead, BlockLayer, Convolution, Markov, Confidence, Selector),
     *(Medusa, MedusaBlock),
+    *(CompressedAttention, Compressor, EntryIndexer, Hyper, HyperHead),
 ):
     jax.tree_util.register_dataclass(_tree)
 

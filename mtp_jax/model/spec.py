@@ -102,12 +102,15 @@ def count(tree: object) -> int:
     return sum(spec.size for spec in leaves(tree))
 
 
+_PROJECTIONS = (
+    *("_proj.weight", "_proj_with_mqa.weight", ".wq_a.weight", ".wq_b.weight", ".indexer.wk.weight"),
+    *(".attn.wkv.weight", ".wo_a.weight", ".wo_b.weight", ".w1.weight", ".w2.weight", ".w3.weight"),
+)
+
+
 def may_be_narrow(name: str) -> bool:
-    """Whether a tensor may be narrow: projections, but not tables, norms, routers or eh_proj."""
-    projects = name.endswith(
-        ("_proj.weight", "_proj_with_mqa.weight", ".indexer.wq_b.weight", ".indexer.wk.weight")
-    )
-    return projects and not name.endswith(("eh_proj.weight", ".indexer.weights_proj.weight"))
+    """Whether a tensor may be narrow: projections, but not tables, norms, routers, compressors or eh_proj."""
+    return name.endswith(_PROJECTIONS) and not name.endswith(("eh_proj.weight", ".weights_proj.weight"))
 
 
 def scale_spec(spec: Spec, suffix: str) -> Spec:

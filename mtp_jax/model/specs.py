@@ -7,35 +7,58 @@ Random initialisation, shardings, the tensors that a checkpoint must hold and ev
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_specs import DraftHead, head_specs
 from mtp_jax.model.layer_specs import Layer, Moe, Weight, block, norm, table
 from mtp_jax.model.spec import Spec, count
+from mtp_jax.model.v4_specs import HyperHead, hyper_head, v4_block, v4_merge
 
 
 @dataclass(frozen=True)
 class NextN:
-    """A Multi-Token-Prediction module. ``embed`` and ``head`` are None when they are the trunk's own."""
+    """A Multi-Token-Prediction module. ``embed`` and ``head`` are None when they are the trunk's own.
+
+    With several residual streams every one is merged with the token on its own, by ``stream_merge``.
+    """
 
     token_norm: Weight  # [D], enorm
     hidden_norm: Weight  # [D], hnorm
-    merge: Weight  # [D, 2D], eh_proj
+    merge: Weight  # [D, 2D], eh_proj; [D, D], e_proj, beside stream_merge
     layer: Layer
     norm: Weight  # [D], shared_head.norm
     embed: Weight
     head: Weight
+    stream_merge: Weight = None  # [D, D], h_proj
+    hyper_head: HyperHead | None = None
 
     @property
     def merging(self) -> tuple[Weight, ...]:
-        """The matrix and the norms beside the layer."""
-        return self.token_norm, self.hidden_norm, self.merge, self.norm
+        """The matrices and the norms beside the layer."""
+        return self.token_norm, self.hidden_norm, self.merge, self.stream_merge, self.norm, self.hyper_head
 
     @property
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make NextN entries of tokens: the merge, and latents or keys and values."""
-        return self.token_norm, self.hidden_norm, self.merge, *self.layer.entries
+        return self.token_norm, self.hidden_norm, self.merge, self.stream_merge, *self.layer.entries
+
+
+class Names(NamedTuple):
+    """Names of the trunk's tensors beside its layers."""
+
+    embed: str
+    norm: str
+    head: str
+
+
+TRUNK = Names("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+TRUNK_V4 = Names("embed.weight", "norm.weight", "head.weight")
+
+
+def trunk_names(cfg: ModelConfig) -> Names:
+    """The names that a model's files have."""
+    return TRUNK_V4 if cfg.compressed else TRUNK
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,7 @@ class Params:
     head: Weight  # [V, D]
     nextn: tuple[NextN, ...]
     drafter: DraftHead | None = None
+    hyper_head: HyperHead | None = None
 
     @property
     def table(self) -> Weight:
@@ -70,11 +94,27 @@ class Params:
 
 
 def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
+    if cfg.compressed:
+        return v4_block(cfg, f"layers.{number}", number)
     return block(cfg, f"model.layers.{number}", moe, cfg.indexes(number), cfg.hidden_size)
 
 
 def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     number, d = cfg.num_hidden_layers + k, cfg.hidden_size
+    if cfg.compressed:
+        p = f"mtp.{k}"
+        merge, stream_merge = v4_merge(cfg, p)
+        return NextN(
+            token_norm=norm(f"{p}.enorm.weight", d),
+            hidden_norm=norm(f"{p}.hnorm.weight", d),
+            merge=merge,
+            layer=v4_block(cfg, p, number),
+            norm=norm(f"{p}.norm.weight", d),
+            embed=None,
+            head=None,
+            stream_merge=stream_merge,
+            hyper_head=hyper_head(cfg, f"{p}."),
+        )
     p = f"model.layers.{number}"
     return NextN(
         token_norm=norm(f"{p}.enorm.weight", d),
@@ -99,13 +139,15 @@ def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Para
     """
     layers, nextn = range(cfg.num_hidden_layers), range(cfg.num_nextn_predict_layers)
     tables = itertools.chain(own, itertools.repeat((False, False)))
+    names = trunk_names(cfg)
     return Params(
-        embed=table("model.embed_tokens.weight", cfg),
+        embed=table(names.embed, cfg),
         layers=tuple(_layer(cfg, i, cfg.is_moe(i)) for i in layers),
-        norm=norm("model.norm.weight", cfg.hidden_size),
-        head=None if cfg.tie_word_embeddings else table("lm_head.weight", cfg),
+        norm=norm(names.norm, cfg.hidden_size),
+        head=None if cfg.tie_word_embeddings else table(names.head, cfg),
         nextn=tuple(_nextn(cfg, k, embed, head) for k, (embed, head) in zip(nextn, tables, strict=False)),
         drafter=head_specs(cfg),
+        hyper_head=hyper_head(cfg, ""),
     )
 
 

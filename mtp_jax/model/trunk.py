@@ -16,9 +16,9 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model import micro_batches
+from mtp_jax.model import hyper, micro_batches
 from mtp_jax.model.backend import Backend, xla
-from mtp_jax.model.cache import Cache, LayerCache, Views
+from mtp_jax.model.cache import Cache, CompressedCache, LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rope_angles
@@ -34,7 +34,16 @@ REFERENCE = xla()
 """The backend of calls that choose none."""
 
 Taps = dict[int, Float[Array, "B W D"]]
-"""Residual streams by number: k is the stream after k layers, 0 the embedding."""
+"""Residual streams by number: k is the stream after k layers, 0 the embedding; STREAMS: see there.
+
+With hyper-connections a tap is the mean of the streams.
+"""
+
+STREAMS = -2
+"""The number of a tap that is all streams behind the last layer, side by side, with hyper-connections."""
+
+Caches = tuple[LayerCache | CompressedCache | Stack[LayerCache], ...]
+"""Caches of groups of layers, a stack for a stack."""
 
 OneCache = TypeVar("OneCache", bound=Cache | None)
 
@@ -61,7 +70,7 @@ class Traced:
 
     hidden: Float[Array, "B T D"]
     routing: tuple[Routing, ...]
-    caches: tuple[LayerCache | Stack[LayerCache], ...]
+    caches: Caches
     choices: tuple[Choice, ...] = ()
     taps: Taps = field(default_factory=dict)
 
@@ -74,11 +83,13 @@ class Sight:
         angles: of rope, at the tokens' positions.
         views: where entries are written, and the cached rows that tokens see; none without pages.
         choice: rows for sparse attention, if another layer has chosen them.
+        tokens: ids, where a layer chooses experts by them.
     """
 
     angles: Float[Array, "B W 2 r"]
     views: Views = ()
     choice: Choice = ()
+    tokens: Int[Array, "B W"] | None = None
 
 
 def block(
@@ -89,7 +100,7 @@ def block(
     rows: read by attention; None: x, normed.
     """
     x, cache, choice = attended(p, model, x, sight, cache, rows)
-    x, routing = fed(p, model, x, sight.views)
+    x, routing = fed(p, model, x, sight.views, sight.tokens)
     return x, cache, routing, choice
 
 
@@ -108,10 +119,12 @@ def attended(
 
 
 @partial(jax.jit, static_argnames="model")
-def fed(p: Layer, model: Model, x: Stream, views: Views) -> tuple[Stream, Routing | None]:
-    """The second half of a block. Returns (x, routing of an MoE block)."""
+def fed(
+    p: Layer, model: Model, x: Stream, views: Views, tokens: Int[Array, "B W"] | None = None
+) -> tuple[Stream, Routing | None]:
+    """The second half of a block. Returns (x, routing of an MoE block). tokens: see ``Sight``."""
     counts = join([v.packed(v.written >= 0) for v in views], model.on.mesh) if views else None
-    return model.on.feed_forward(p, model.cfg, x, counts)
+    return model.on.feed_forward(p, model.cfg, x, counts, tokens)
 
 
 @jax.named_scope("embed")
@@ -125,7 +138,7 @@ def run(
     model: Model,
     tokens: Int[Array, "B W"],
     positions: Int[Array, "B W"],
-    caches: tuple[LayerCache | Stack[LayerCache], ...] | None,
+    caches: Caches | None,
     views: Views,
     taps: Sequence[int] = (),
 ) -> Traced:
@@ -136,9 +149,10 @@ def run(
     before it. taps: numbers of the residual streams to hand on.
     """
     cfg, on = model.cfg, model.on
-    x, angles = embed(params.embed, tokens, on.mesh), rope_angles(cfg, positions)
+    x, angles = hyper.begin(embed(params.embed, tokens, on.mesh), cfg), rope_angles(cfg, positions)
     batches = micro_batches.count(len(tokens), len(views), on)
-    xs, rest = (micro_batches.cut(a, batches, on) for a in (x, (angles, views)))
+    hashed = tokens if cfg.num_hash_layers else None
+    xs, rest = (micro_batches.cut(a, batches, on) for a in (x, (angles, views, hashed)))
     kept, routings, first = [], [], 0
     taken = _taken(taps, 0, xs, on)
     choices: list[list[Choice]] = [[() for _ in xs]]
@@ -153,23 +167,26 @@ def run(
             kept, routings, first = [*kept, mine], [*routings, *found], first + len(layers)
             continue
         with jax.named_scope(f"layer_{first}"):
-            for b, (angles, views) in enumerate(rest):
+            for b, (angles, views, _) in enumerate(rest):
                 # Layers behind a layer with an indexer, without one of their own, attend to its choice as
                 # well.
                 given = () if cfg.indexes(first) else choices[-1][b]
                 x = micro_batches.after(xs[b], before)
                 xs[b], mine, choice = attended(layers, model, x, Sight(angles, views, given), mine)
                 before, chosen = xs[b], [*chosen, choice]
-            for b, (_, views) in enumerate(rest):
+            for b, (_, views, ids) in enumerate(rest):
                 x = micro_batches.after(xs[b], routed[-1].ids if routed and routed[-1] else None)
-                xs[b], routing = fed(layers, model, x, views)
+                xs[b], routing = fed(layers, model, x, views, ids if first < cfg.num_hash_layers else None)
                 routed.append(routing)
         choices.append(chosen)
         first += 1
         taken |= _taken(taps, first, xs, on)
         kept += [] if mine is None else [mine]
         routings += [] if routed[0] is None else [_of_all(routed, on)]
-    hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in xs], on)
+    if STREAMS in taps:
+        taken[STREAMS] = micro_batches.joined([x.reshape(*x.shape[:2], -1) for x in xs], on)
+    ones = [on.collapsed(x, params.hyper_head, cfg) for x in xs]
+    hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in ones], on)
     looked = [micro_batches.joined(chosen, on) for chosen in choices[1:]]
     return Traced(hidden, tuple(routings), tuple(kept), tuple(looked), taken)
 
@@ -210,15 +227,15 @@ def _looped(
 
 
 def moved(
-    caches: tuple[LayerCache | Stack[LayerCache], ...],
+    caches: Caches,
     on: Backend,
     page_table: Int[Array, "B n"],
     source: Int[Array, "B W"],
     target: Int[Array, "B W"],
-) -> tuple[LayerCache | Stack[LayerCache], ...]:
+) -> Caches:
     """Every layer's cache with rows of each slot copied, see ``Backend.move``."""
 
-    def one(cache: LayerCache | Stack[LayerCache]) -> LayerCache | Stack[LayerCache]:
+    def one(cache: Any) -> Any:
         if not isinstance(cache, Stack):
             return on.move(cache, page_table, source, target)
         pages = jax.tree.leaves(cache)[0].shape[1]

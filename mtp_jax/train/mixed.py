@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from mtp_jax.model.attention.compressed import Compressed
 from mtp_jax.model.attention.gqa import Gqa
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.source import Chosen, Source
@@ -30,7 +31,7 @@ def differentiable(factors: Factors = "float32", mesh: Mesh | None = None) -> Ba
     if factors == "float32":
         return xla(mesh, experts="dense")
     on = Bf16Products(mesh)
-    return Backend(on, Bf16Latent(on), Gqa(on), Experts(on, "dense"))
+    return Backend(on, Bf16Latent(on), Gqa(on), Compressed(on), Experts(on, "dense"))
 
 
 @dataclass(frozen=True)

@@ -237,8 +237,8 @@ def test_a_summary_finds_the_same(tmp_path: Path):
 
 
 def test_unsupported_models_are_refused_first(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
-    with pytest.raises(ConfigError, match=r"deepseek_v4.*different architecture"):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v41"}')
+    with pytest.raises(ConfigError, match=r"deepseek_v41.*two levels"):
         load(tmp_path)
 
 

@@ -217,10 +217,10 @@ def test_layers_that_share_an_indexer(changes: Any, full: set[int]):
 
 
 REFUSED = [
-    ({"model_type": "deepseek_v4"}, "'deepseek_v4' is not supported: its compressed sparse attention"),
+    ({"model_type": "deepseek_v41"}, "'deepseek_v41' is not supported: its layers share compressed"),
     (
-        {"model_type": None, "architectures": ["DeepseekV4ForCausalLM"]},
-        "'DeepseekV4ForCausalLM' is not supported: its",
+        {"model_type": None, "architectures": ["DeepseekV41ForCausalLM"]},
+        "'DeepseekV41ForCausalLM' is not supported: its",
     ),
     ({"model_type": "deepseek_v32"}, "config.json lacks index_n_heads, index_head_dim, index_topk; sparse"),
     ({"model_type": "deepseek_v2"}, "'deepseek_v2' is not supported: its softmax router"),

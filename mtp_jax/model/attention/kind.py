@@ -4,14 +4,41 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.model.attention.pages import Write
 from mtp_jax.model.attention.source import Paged, Source, Whole
-from mtp_jax.model.cache import Cache, Entries, Views
+from mtp_jax.model.cache import Cache, Entries, PagedView, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import Form
 from mtp_jax.model.products.plain import Products, Readers, Rows
+from mtp_jax.model.products.stream import Result
+from mtp_jax.model.sharding import partition
+
+
+@struct.dataclass
+class Asked:
+    """The tokens of a part of a pass, as attention takes them.
+
+    Attributes:
+        q: queries, without ``index``.
+        index: ``IndexQueries``; None where the tokens choose no rows.
+        entries: entries to cache; None if they have been written.
+        chosen: rows [B, W, K] that another layer chose for these tokens; None: none did.
+    """
+
+    q: Any
+    index: Any
+    entries: Any
+    chosen: Any = None
+
+
+Attended = tuple[Float[Array, "B W N v"], Int[Array, "B W K"] | None, Cache | None]
+"""(Context, the rows that tokens chose, the cache)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,45 @@ class Kind(ABC):
     @abstractmethod
     def by_head(self, a: Any, cfg: ModelConfig) -> Any:
         """Per-head parameters, a tree of arrays or narrow weights with one row per query head."""
+
+    def spread(self, w: Any) -> Any:
+        """Partition specs of ``by_head``'s tree on a mesh."""
+        return partition("heads")
+
+    def over_pages(
+        self, cfg: ModelConfig, asked: Asked, w: Any, cache: Any, view: PagedView, write: Write
+    ) -> Attended:
+        """Write a part's entries into the cache, then attend to it, on one device."""
+        if asked.entries is not None:
+            with jax.named_scope("cache_write"):
+                stored = cache.stored(asked.entries, cfg.row)
+                cache = write(cache, stored, view.page_table, view.written)
+        return *self._looked(cfg, asked, w, Paged(cache, view, cfg.row)), cache
+
+    def over_rows(self, cfg: ModelConfig, asked: Asked, w: Any, cache: WholeCache | None) -> Attended:
+        """Attend to the entries of whole sequences, behind a cache's where there is one."""
+        rows, index = asked.entries.rows, asked.entries.index
+        mask = jnp.tri(rows.shape[1], dtype=bool)[None]
+        if cache is not None:
+            cache = cache.extended(rows)
+            rows, mask = cache.rows, cache.mask
+        mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
+        return *self._looked(cfg, asked, w, Whole(rows, mask, index, self.form)), cache
+
+    def _looked(
+        self, cfg: ModelConfig, asked: Asked, w: Any, source: Whole | Paged
+    ) -> tuple[Float[Array, "B W N v"], Int[Array, "B W K"] | None]:
+        """The context, and the rows that tokens chose."""
+        with jax.named_scope("attend"):
+            chosen = asked.chosen
+            if asked.index is not None and cfg.indexer is not None:
+                chosen = self.choose(asked.index, source, cfg.indexer.topk)
+            return self.attend(asked.q, w, source.of(chosen), cfg.softmax_scale), chosen
+
+    def result(self, a: Any, cfg: ModelConfig, context: Float[Array, "B W N v"], absorbed: bool) -> Result:
+        """The output projection (eq. 19). absorbed: the form of MLA."""
+        o = a.o.reshape(cfg.hidden_size, -1)
+        return self.on.result(self.on.joined(context, o, absorbed), o, split="in")
 
     @abstractmethod
     def attend(self, q: Any, w: Any, source: Source, scale: float) -> Float[Array, "B W N v"]:

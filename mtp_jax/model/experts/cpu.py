@@ -13,6 +13,7 @@ from kernels_pallas.quantised import Quantised
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model.experts import cpu_router
 from mtp_jax.model.experts.plain import Experts
+from mtp_jax.model.layers import gated
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import flat, nbytes
 from mtp_jax.model.products import cpu_lanes
@@ -47,14 +48,17 @@ class CpuExperts(Experts):
         r: Routing,
         shards: int = 1,
         first: Int[Array, ""] | int = 0,
+        limit: float | None = None,
     ) -> Float[Array, "T D"]:
         """The routed experts, by ``by_pair`` for few rows."""
         if shards == 1 and takes(gate_up, down, r.ids.size) and not isinstance(x, Quantised):
-            return by_pair(gate_up, down, x, Routing(r.ids - first, r.weights))
-        return super().routed(gate_up, down, x, r, shards, first)
+            return by_pair(gate_up, down, x, Routing(r.ids - first, r.weights), limit)
+        return super().routed(gate_up, down, x, r, shards, first, limit)
 
 
-def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -> Float[Array, "T D"]:
+def by_pair(
+    gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, limit: float | None = None
+) -> Float[Array, "T D"]:
     """Multiply each row with each of its experts apart, all pairs at once: for few rows per expert.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32. The result of a row does
@@ -68,7 +72,7 @@ def by_pair(gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing) -
     # Pairs of one expert follow each other: after the first its weights come from a cache.
     order = jnp.argsort(chosen, stable=True) if rows > 1 else slice(None)
     gate, up = jnp.moveaxis(_pair_products(gate_up, chosen[order], x[row[order]]), 1, 0)
-    act = (jax.nn.silu(gate) * up).astype(x.dtype)
+    act = gated(gate, up, limit).astype(x.dtype)
     if rows > 1:
         act = jnp.zeros_like(act).at[order].set(act, unique_indices=True)
     act = act.reshape(rows, k, -1) * jnp.where(inside, r.weights, 0)[..., None]

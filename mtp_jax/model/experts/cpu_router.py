@@ -1,6 +1,5 @@
 """The choice of experts by comparisons of all with all, which XLA on a CPU compiles to few kernels."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -21,7 +20,7 @@ def choose(
     rows, experts = logits.shape
     if rows * experts**2 > _COMPARISONS:
         return reference.choose(logits, bias, rule, counted)
-    scores = jax.nn.sigmoid(logits)
+    scores = reference.scores_of(logits, rule)
     choice = scores + bias
     if rule.groups > 1:
         groups = choice.reshape(rows, rule.groups, -1)

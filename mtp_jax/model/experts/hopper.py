@@ -43,11 +43,11 @@ class HopperExperts(Experts):
         choice = router.choose(logits, bias, rule, counted, own, implementation="mosaic_gpu")
         return Routing(choice.ids, choice.weights, choice.counts, choice.groups)
 
-    def operand(self, p: Moe, x: Any) -> Operand:
+    def operand(self, p: Moe, x: Any, limit: float | None) -> Operand:
         """Rows for the experts, in e4m3 if their kernels take it."""
-        if self.on.takes(p, e4m3.dtype_of(x)):
+        if limit is None and self.on.takes(p, e4m3.dtype_of(x)):
             return e4m3.operand(x)
-        return super().operand(p, x)
+        return super().operand(p, x, limit)
 
     def routed(
         self,
@@ -57,11 +57,15 @@ class HopperExperts(Experts):
         r: Routing,
         shards: int = 1,
         first: Int[Array, ""] | int = 0,
+        limit: float | None = None,
     ) -> Float[Array, "T D"]:
-        """Routed experts by kernels. The rows may be padded past the routing's.
+        """Routed experts by kernels, which know no limit. The rows may be padded past the routing's.
 
         Raises ConfigError if kernels must compute them and cannot.
         """
+        if limit is not None:
+            self.on.do_without("experts with swiglu_limit")
+            return super().routed(gate_up, down, x, r, shards, first, limit)
         if not isinstance(x, Quantised) and not self.on.runs("experts", check_experts, x, gate_up, down):
             return super().routed(gate_up, down, x, r, shards, first)
         (first_layer, first_scale), (second_layer, second_scale) = e4m3.arrays(gate_up), e4m3.arrays(down)

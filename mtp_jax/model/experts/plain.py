@@ -1,10 +1,10 @@
 """The router and its experts in plain XLA, on one device or in parallel over a mesh."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,6 +23,21 @@ from mtp_jax.model.products.plain import Products, Rows
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 
+@struct.dataclass
+class Scored:
+    """Rows as the choice of their experts takes them.
+
+    Attributes:
+        logits: the router's, float32.
+        counts: which rows count; None: all.
+        given: the experts of rows that do not choose; None: all choose.
+    """
+
+    logits: Float[Array, "B W E"]
+    counts: Bool[Array, "B W"] | None = None
+    given: Int[Array, "B W k"] | None = None
+
+
 @dataclass(frozen=True)
 class Experts:
     """Router, routed experts and shared expert of an MoE block.
@@ -38,47 +53,60 @@ class Experts:
     exchange: Exchange | None = None
 
     def moe(
-        self, p: Moe, cfg: ModelConfig, x: Rows, counts: Bool[Array, "B W"] | None = None
+        self,
+        p: Moe,
+        cfg: ModelConfig,
+        x: Rows,
+        counts: Bool[Array, "B W"] | None = None,
+        tokens: Int[Array, "B W"] | None = None,
     ) -> tuple[tuple[Float[Array, "B W D"], ...], Routing]:
-        """Returns (the result of the routed experts and that of the shared expert, to be added; routing)."""
-        on, whole = self.on, self.on.plain(x)
+        """Returns (the result of the routed experts and that of the shared expert, to be added; routing).
+
+        tokens: of the rows, where the experts are theirs.
+        """
+        on, whole, limit = self.on, self.on.plain(x), cfg.swiglu_limit
         with jax.named_scope("moe_route"):
-            logits = on.exactly(whole, p.router)
+            scored = Scored(on.exactly(whole, p.router), counts)
+            if p.by_token is not None:
+                assert tokens is not None, "rows whose tokens choose have tokens"
+                scored = replace(scored, given=jnp.take(p.by_token, tokens, axis=0, mode="clip"))
         with jax.named_scope("moe_experts"):
             if on.mesh is not None:
-                y, r = self._expert_parallel(p, cfg, x, logits, counts)
+                y, r = self._expert_parallel(p, cfg, x, scored)
             else:
-                r = self._choose(cfg, p.bias, logits, counts, Own(0, p.down.shape[0]))
+                r = self._choose(cfg, p.bias, scored, Own(0, p.down.shape[0]))
                 if self.way == "dense":
-                    y = moe.dense(p.gate_up, p.down, whole.reshape(-1, whole.shape[-1]), r, on.product)
+                    rows = whole.reshape(-1, whole.shape[-1])
+                    y = moe.dense(p.gate_up, p.down, rows, r, on.product, limit)
                 else:
-                    y = self.routed(p.gate_up, p.down, self.operand(p, x).flat(), r)
+                    y = self.routed(p.gate_up, p.down, self.operand(p, x, limit).flat(), r, limit=limit)
         y, r = y.reshape(whole.shape), _shaped(r, whole)
         y = constrain(y, on.mesh, "slots", None, None)
         if p.shared is None:
             return (y,), r
         with jax.named_scope("moe_shared"):
-            shared = on.mlp(x, p.shared)
+            shared = on.mlp(x, p.shared, limit)
         # The two are added here, so that one collective sums both over ``model``.
         return ((y + shared,) if ways("heads", on.mesh) > 1 else (y, shared)), r
 
     def route(self, p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
         """The routing of rows of any shape."""
-        return _shaped(self._choose(cfg, p.bias, self.on.exactly(x, p.router), None), x)
+        return _shaped(self._choose(cfg, p.bias, Scored(self.on.exactly(x, p.router))), x)
 
     def _choose(
         self,
         cfg: ModelConfig,
-        bias: Float[Array, " E"],
-        logits: Float[Array, "... E"],
-        counts: Bool[Array, "B W"] | None,
+        bias: Float[Array, " E"] | None,
+        scored: Scored,
         own: Own | None = None,
     ) -> Routing:
-        """Sigmoid scores; groups, then experts, chosen by corrected score (arXiv 2412.19437, eqs. 12-16)."""
+        """Groups, then experts, chosen by corrected score (arXiv 2412.19437, eqs. 12-16), or by token."""
         with jax.named_scope("moe_route"):
-            counted = None if counts is None else counts.reshape(-1)
-            flat = logits.reshape(-1, logits.shape[-1])
-            return self.choose_experts(flat, bias, rule_of(cfg), counted, own)
+            flat, rule = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), scored), rule_of(cfg)
+            if flat.given is not None:
+                return Routing(*router.given(flat.logits, flat.given, rule, flat.counts))
+            assert bias is not None, "a router that chooses has a bias"
+            return self.choose_experts(flat.logits, bias, rule, flat.counts, own)
 
     def choose_experts(
         self,
@@ -103,16 +131,17 @@ class Experts:
         r: Routing,
         shards: int = 1,
         first: Int[Array, ""] | int = 0,
+        limit: float | None = None,
     ) -> Float[Array, "T D"]:
         """Run only the experts that rows chose.
 
         shards: number of devices that the experts are split over. Weights are one device's, from expert
-        ``first`` on; rows and routing are those of all devices.
+        ``first`` on; rows and routing are those of all devices. limit: see ``layers.gated``.
         """
         assert not isinstance(x, Quantised), "rows were quantised for a kernel"
-        return moe.by_visit(gate_up, down, x, Routing(r.ids - first, r.weights), self.on.product)
+        return moe.by_visit(gate_up, down, x, Routing(r.ids - first, r.weights), self.on.product, limit)
 
-    def operand(self, p: Moe, x: Rows) -> Operand:
+    def operand(self, p: Moe, x: Rows, limit: float | None) -> Operand:
         """Rows in the form that the experts take."""
         return Operand(self.on.plain(x))
 
@@ -121,23 +150,22 @@ class Experts:
         p: Moe,
         cfg: ModelConfig,
         x: Rows,
-        logits: Float[Array, "B W E"],
-        counts: Bool[Array, "B W"] | None,
+        scored: Scored,
     ) -> tuple[Float[Array, "B W D"], Routing]:
         """Each device's own experts: rows go to them over ``data``, parts are summed over both axes."""
         by = self._gather_all if self.exchange is None else self._exchanged
 
-        def local(moe: Moe, x: Operand, logits: Array, counts: Array | None) -> tuple[Array | None, ...]:
-            y, r = by(moe, cfg, x, logits, counts)
+        def local(moe: Moe, x: Operand, scored: Scored) -> tuple[Array | None, ...]:
+            y, r = by(moe, cfg, x, scored)
             return y, r.ids, r.weights, r.over
 
-        given = self.operand(p, x)
+        given = self.operand(p, x, cfg.swiglu_limit)
         experts, slots, everywhere = PartitionSpec(("data", "model")), partition("slots"), PartitionSpec()
         own = Moe(None, p.bias, p.gate_up, p.down, None, p.copies)
         of_own = Moe(None, everywhere, experts, experts, None, everywhere)
-        specs = of_own, given.split(), slots, slots
+        specs = of_own, given.split(), slots
         run = sharded(local, self.on.mesh, specs, (slots, slots, slots, everywhere))
-        y, ids, weights, over = run(own, given, logits, counts)
+        y, ids, weights, over = run(own, given, scored)
         return y, Routing(ids, weights, over=over)
 
     def _gather_all(
@@ -145,17 +173,15 @@ class Experts:
         p: Moe,
         cfg: ModelConfig,
         x: Operand,
-        logits: Float[Array, "B W E"],
-        counts: Bool[Array, "B W"] | None,
+        scored: Scored,
     ) -> tuple[Float[Array, "B W D"], Routing]:
         """Run one device's experts over all rows. Choosing for all rows takes less than gathering choices."""
-        mine, own = jax.lax.axis_index("data") * logits.shape[0], logits.shape[0]
-        x, logits = x.gathered(math.prod(logits.shape[:2])), _gathered(logits)
+        (own, width, _), counts = scored.logits.shape, scored.counts
+        mine, x = jax.lax.axis_index("data") * own, x.gathered(own * width)
         own_experts = None if p.copies is not None else Own(self._first(p), p.down.shape[0])
-        counted = None if counts is None else _gathered(counts)
-        r = self._choose(cfg, p.bias, logits, counted, own_experts)
-        part = self._own_experts(p, x, _in_slots(p, r, 0))
-        part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
+        r = self._choose(cfg, p.bias, jax.tree.map(_gathered, scored), own_experts)
+        part = self._own_experts(p, x, _in_slots(p, r, 0), limit=cfg.swiglu_limit)
+        part = jax.lax.psum(part.reshape(-1, width, part.shape[-1]), "model")
         r = _shaped(r, part)
         ids, weights = (jax.lax.dynamic_slice_in_dim(a, mine, own) for a in (r.ids, r.weights))
         if counts is not None:  # a kernel chooses for all rows
@@ -167,14 +193,14 @@ class Experts:
         p: Moe,
         cfg: ModelConfig,
         x: Operand,
-        logits: Float[Array, "B W E"],
-        counts: Bool[Array, "B W"] | None,
+        scored: Scored,
     ) -> tuple[Float[Array, "B W D"], Routing]:
         """Run one device's experts over rows of an all-to-all, or of a gather where its room is too small."""
         exchange, devices = self.exchange, self._mesh.size
         assert exchange is not None
-        count = math.prod(logits.shape[:2])
-        r = self._choose(cfg, p.bias, logits, counts)
+        (slots, width, _), counts = scored.logits.shape, scored.counts
+        count = slots * width
+        r = self._choose(cfg, p.bias, scored)
         if counts is not None:  # rows that do not count take no room
             r = Routing(jnp.where(counts.reshape(-1, 1), r.ids, -1), r.weights)
         chosen = _in_slots(p, r, jax.lax.axis_index("data") * count)
@@ -182,7 +208,8 @@ class Experts:
         def run(rows: tuple[Array, ...], ids: Array, weights: Array) -> Array:
             # Tiles are sized as if this number of devices shared the experts.
             shards = max(1, len(ids) * devices // (exchange.shards * count))
-            return self._own_experts(p, Operand.of_rows_first(*rows), Routing(ids, weights), shards)
+            given = Operand.of_rows_first(*rows), Routing(ids, weights)
+            return self._own_experts(p, *given, shards, cfg.swiglu_limit)
 
         given = x.rows_first(count), chosen.ids, chosen.weights
         wanted = exchange.wanted(chosen.ids, p.down.shape[0] * devices // exchange.domains)
@@ -198,15 +225,18 @@ class Experts:
             part = jax.lax.cond(
                 most > capacity, lambda _, *given: by_gather(run, *given), lambda part, *_: part, part, *given
             )
-        part = jax.lax.psum(part.reshape(*logits.shape[:2], -1), "model")
+        part = jax.lax.psum(part.reshape(slots, width, -1), "model")
         r = Routing(r.ids, r.weights, over=(most > capacity).astype(jnp.int32))
         return part, _shaped(r, part)
 
-    def _own_experts(self, p: Moe, x: Operand, r: Routing, shards: int | None = None) -> Float[Array, "T D"]:
+    def _own_experts(
+        self, p: Moe, x: Operand, r: Routing, shards: int | None = None, limit: float | None = None
+    ) -> Float[Array, "T D"]:
         first, rows = self._first(p), x.flat()
         if self.way == "dense" and not isinstance(rows, Quantised):
-            return moe.dense(p.gate_up, p.down, rows, Routing(r.ids - first, r.weights), self.on.product)
-        return self.routed(p.gate_up, p.down, rows, r, shards or self._mesh.size, first)
+            own = Routing(r.ids - first, r.weights)
+            return moe.dense(p.gate_up, p.down, rows, own, self.on.product, limit)
+        return self.routed(p.gate_up, p.down, rows, r, shards or self._mesh.size, first, limit)
 
     def _first(self, p: Moe) -> Int[Array, ""]:
         """The number of this device's first expert."""
@@ -220,9 +250,8 @@ class Experts:
 
 def rule_of(cfg: ModelConfig) -> Rule:
     """The rule by which a model's rows choose experts."""
-    return Rule(
-        cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group, cfg.norm_topk_prob, cfg.routed_scaling_factor
-    )
+    sizes = cfg.num_experts_per_tok, cfg.n_group, cfg.topk_group
+    return Rule(*sizes, cfg.norm_topk_prob, cfg.routed_scaling_factor, cfg.scoring_func)
 
 
 def _in_slots(p: Moe, r: Routing, first: Int[Array, ""] | int) -> Routing:

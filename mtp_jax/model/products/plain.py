@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.layers import gated, rms_norm
 from mtp_jax.model.narrow import Bf16, Narrow, Table, expand
 from mtp_jax.model.params import Layer, Mlp, Moe
 from mtp_jax.model.products.stream import Result, summed
@@ -100,10 +100,10 @@ class Products:
         with jax.default_matmul_precision("highest"):
             return self.product(self.plain(x).astype(jnp.float32), w, jnp.float32)
 
-    def mlp(self, x: Rows, p: Mlp) -> Float[Array, "B W D"]:
-        """``down(silu(gate(x)) * up(x))``."""
+    def mlp(self, x: Rows, p: Mlp, limit: float | None = None) -> Float[Array, "B W D"]:
+        """``down(silu(gate(x)) * up(x))``. limit: see ``layers.gated``."""
         gate_up = self.linear(x, p.gate_up)
-        return self.linear(jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], p.down)
+        return self.linear(gated(gate_up[..., 0, :], gate_up[..., 1, :], limit), p.down)
 
     @jax.named_scope("head")
     def head(self, hidden: Float[Array, "... D"], table: Table) -> Float[Array, "... V"]:

@@ -1,0 +1,401 @@
+"""Window and compressed attention of DeepSeek-V4.
+
+A token has one row, which is the key and the value of every head, with rope on its last channels; the output
+is rotated back. Every head has a sink, a score without a value. A token attends to the rows of the last
+tokens, and to entries (``compressor``): at ratio 4 to the entries that an indexer chooses, at 128 to all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels_pallas.mla_decode.fp8_rows import unpack
+from kernels_pallas.top_k.reference import top_k
+from mtp_jax.model import compressor, indexer
+from mtp_jax.model.attention.kind import Asked, Attended, Kind
+from mtp_jax.model.attention.pages import Write, by_scatter
+from mtp_jax.model.attention.source import Source
+from mtp_jax.model.cache import (
+    Cache,
+    CompressedCache,
+    Entries,
+    LayerCache,
+    PagedView,
+    Views,
+    WholeCache,
+    contained,
+    read_chosen,
+    read_index,
+    read_rows,
+    rows_at,
+)
+from mtp_jax.model.compressor import Span
+from mtp_jax.model.config import CompressedConfig, ModelConfig
+from mtp_jax.model.indexer import NOTHING, IndexQueries
+from mtp_jax.model.layers import rms_norm, rotate_last, unrotate_last
+from mtp_jax.model.narrow import expand
+from mtp_jax.model.params import CompressedAttention, Compressor
+from mtp_jax.model.products.hopper import HopperProducts
+from mtp_jax.model.products.plain import Rows
+from mtp_jax.model.sharding import partition
+
+
+@struct.dataclass
+class Queries:
+    """Queries of all heads, normed head by head and rotated; of the indexer where the layer has one."""
+
+    whole: Float[Array, "B W N h"]
+    index: IndexQueries | None = None
+
+
+@struct.dataclass
+class Added:
+    """What tokens add to a layer's cache, and the angles by which their output is rotated back.
+
+    Attributes:
+        rows: normed and rotated.
+        inputs: of the layer's compressors, float32, see ``compressor.inputs``; None without.
+        angles: of rope.
+    """
+
+    rows: Float[Array, "B W h"]
+    inputs: Float[Array, "B W F"] | None
+    angles: Float[Array, "B W 2 r"]
+
+
+@struct.dataclass
+class Own:
+    """Parameters of a layer that attention itself reads.
+
+    Attributes:
+        sink: of each head.
+        compressors: of entries, and of index keys, without their products.
+    """
+
+    sink: Float[Array, " N"]
+    compressors: tuple[Compressor, ...]
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of an entry; 0 without entries."""
+        return len(self.compressors[0].places) if self.compressors else 0
+
+
+Far = tuple[Float[Array, "B ... h"], Bool[Array, "B b K"]]
+"""Entries of a block of tokens, [B, L, h] or of each token [B, b, K, h], and the entries that tokens see."""
+
+FarOf = Callable[[Callable[[Array], Array]], Far]
+"""The entries of a block of tokens, from a function that cuts arrays [B, W, ...] to the block."""
+
+
+@dataclass(frozen=True)
+class Compressed(Kind):
+    """Window and compressed attention in plain XLA."""
+
+    def queries(
+        self, a: CompressedAttention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W two 2 r"]
+    ) -> Queries:
+        """Projected by way of a low rank; a head's query is normed without a weight."""
+        on, c, eps = self.on, _of(cfg), cfg.rms_norm_eps
+        own = _angles(a, angles)
+        low = rms_norm(on.linear(x, a.q_a), a.q_norm, eps)
+        heads = on.linear(low, a.q_b, split="out")
+        q = rotate_last(rms_norm(heads, jnp.ones(c.head_dim), eps), own)
+        if a.indexer is None:
+            return Queries(q)
+        with jax.named_scope("index"):
+            weights = on.exactly(x, a.indexer.weights) * (c.index_dim * c.index_heads) ** -0.5
+            return Queries(q, IndexQueries(rotate_last(on.linear(low, a.indexer.q), own), weights))
+
+    def entries(
+        self, a: CompressedAttention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W two 2 r"]
+    ) -> Added:
+        """The row of each token, and its inputs to compressors."""
+        own = _angles(a, angles)
+        rows = rotate_last(rms_norm(self.on.linear(x, a.kv), a.kv_norm, cfg.rms_norm_eps), own)
+        made = _compressors(a)
+        outputs = [(self.on.exactly(x, p.rows), self.on.exactly(x, p.gates)) for p in made]
+        return Added(rows, compressor.inputs(made, outputs) if made else None, own)
+
+    def by_head(self, a: CompressedAttention, cfg: ModelConfig) -> Own:
+        """Sinks, and the parameters of compressors beside their products."""
+        return Own(a.sink, tuple(replace(p, rows=None, gates=None) for p in _compressors(a)))
+
+    def spread(self, w: Own) -> Own:
+        """Sinks are split as heads are."""
+        return Own(partition("heads"), jax.tree.map(lambda _: PartitionSpec(), w.compressors))  # pyright: ignore
+
+    def attend(self, q: Any, w: Any, source: Source, scale: float) -> Float[Array, "B W N v"]:
+        """Not by one source: its rows are of two kinds, see ``over_pages`` and ``over_rows``."""
+        raise NotImplementedError
+
+    def over_pages(
+        self, cfg: ModelConfig, asked: Asked, w: Own, cache: Any, view: PagedView, write: Write
+    ) -> Attended:
+        """Write rows and entries, then attend to the window and to entries, on one device."""
+        span, added, c = Span.of(view.written), asked.entries, _of(cfg)
+        with jax.named_scope("cache_write"):
+            if isinstance(cache, CompressedCache):
+                cache = self._extended(cfg, added, w, cache, view, write)
+            else:
+                cache = write(
+                    cache, cache.stored(Entries(added.rows), cfg.row), view.page_table, view.written
+                )
+        raw, dtype = cache.raw if isinstance(cache, CompressedCache) else cache, added.rows.dtype
+        with jax.named_scope("attend"):
+            at = span.start[:, None] - (c.window - 1) + jnp.arange(c.window - 1 + span.width)
+            seen = (at >= view.visible.first[:, None]) & (at < (span.start + span.count)[:, None])
+            near = _unpacked(rows_at(raw.rows, view.page_table, jnp.where(seen, at, -1)), cfg, dtype)
+            near = jnp.where(seen[..., None], near, 0)
+            far, chosen = None, None
+            if isinstance(cache, CompressedCache):
+                far, chosen = self._far_in_pages(cfg, asked, cache, view, span)
+            context = _mixed(cfg, asked.q.whole, w.sink, near, seen, span, far)
+            return unrotate_last(context, added.angles), chosen, cache
+
+    def over_rows(self, cfg: ModelConfig, asked: Asked, w: Own, cache: WholeCache | None) -> Attended:
+        """Attend to the window and to entries of whole sequences.
+
+        Raises ConfigError behind cached rows.
+        """
+        assert cache is None, "nothing is trained through compressed attention"
+        added, c = asked.entries, _of(cfg)
+        slots, width, _ = added.rows.shape
+        zero = jnp.zeros(slots, jnp.int32)
+        span = Span(zero, zero + width, width)
+        with jax.named_scope("attend"):
+            near = jnp.pad(contained(added.rows, cfg.row.keys), ((0, 0), (c.window - 1, 0), (0, 0)))
+            there = jnp.broadcast_to(jnp.arange(near.shape[1]) >= c.window - 1, near.shape[:2])
+            far: FarOf | None = None
+            chosen = None
+            if w.ratio:
+                before = jnp.zeros((slots, compressor.reach(w.ratio), added.inputs.shape[-1]))
+                made = compressor.entries_of(
+                    before, added.inputs, span, w.compressors, cfg, w.ratio, added.rows.dtype
+                )
+                rows, visible = contained(made[0], cfg.row.keys), span.seen(w.ratio, made[0].shape[1])
+                if asked.index is not None and rows.shape[1] > c.topk:
+                    scores = indexer.masked(indexer.scores(asked.index, made[1]), visible)
+                    chosen = top_k(scores, c.topk)
+                    visible = indexer.chosen_mask(chosen, rows.shape[1])
+                far = partial(_shared, rows, visible)
+            context = _mixed(cfg, asked.q.whole, w.sink, near, there, span, far)
+            return unrotate_last(context, added.angles), chosen, None
+
+    def result(
+        self, a: CompressedAttention, cfg: ModelConfig, context: Float[Array, "B W N h"], absorbed: bool
+    ) -> Float[Array, "B W D"]:
+        """Each group of heads projected down, then all of them together."""
+        groups = a.o_a.shape[0]
+        parts = context.reshape(*context.shape[:2], groups, -1)
+        low = jnp.einsum("bwgi,gri->bwgr", parts, expand(a.o_a, parts.dtype))
+        flat = low.reshape(*context.shape[:2], -1)
+        return self.on.linear(flat, a.o.reshape(cfg.hidden_size, -1), split="in")
+
+    def _extended(
+        self, cfg: ModelConfig, added: Added, w: Own, cache: CompressedCache, view: PagedView, write: Write
+    ) -> CompressedCache:
+        """The cache with a span's rows, the entries that end in it, and its inputs of compressors."""
+        assert added.inputs is not None, "a layer with entries has compressors"
+        assert view.slot is not None, "inputs of compressors belong to slots"
+        ratio, table, span = cache.ratio, view.page_table, Span.of(view.written)
+        slot, page = view.slot, cache.raw.page_size
+        if self.on.mesh is not None:
+            slot = slot - jax.lax.axis_index("data") * len(cache.recent)
+        before = _before(cache, table, slot, span)
+        made = compressor.entries_of(before, added.inputs, span, w.compressors, cfg, ratio, added.rows.dtype)
+        raw = write(cache.raw, cache.raw.stored(Entries(added.rows), cfg.row), table, view.written)
+        stored = cache.entries.stored(Entries(made[0], made[1] if len(made) > 1 else None), cfg.row)
+        entries = write(cache.entries, stored, table, span.ended(ratio))
+        boundary, over = cache.boundary, CompressedConfig.overlap(ratio)
+        if boundary is not None:
+            ends, given = span.entries(page), jnp.concatenate([before, added.inputs], axis=1)
+            at = (ends + 1) * page - over - (span.start[:, None] - before.shape[1])
+            at = (at[..., None] + jnp.arange(over)).reshape(len(at), -1, 1)
+            last = jnp.take_along_axis(given[..., : given.shape[-1] // 2], at, axis=1, mode="clip")
+            boundary = write(boundary, last.reshape(*ends.shape, -1), table, span.ended(page))
+        length = cache.recent.shape[1]
+        index = jnp.arange(span.width)
+        kept = (index < span.count[:, None]) & (index >= span.count[:, None] - length)
+        place = jnp.where(kept, (span.start[:, None] + index) % length, -1)
+        recent = by_scatter(cache.recent, added.inputs, slot[:, None], place)
+        return CompressedCache(raw, entries, boundary, recent)
+
+    def _far_in_pages(
+        self, cfg: ModelConfig, asked: Asked, cache: CompressedCache, view: PagedView, span: Span
+    ) -> tuple[FarOf, Int[Array, "B W K"] | None]:
+        """The entries that tokens attend to, and the indexer's choice where it chose."""
+        c, row, table, entries = _of(cfg), cfg.row, view.page_table, cache.entries
+        length, dtype = table.shape[1] * entries.page_size, asked.entries.rows.dtype
+        visible = span.seen(cache.ratio, length)
+        if asked.index is not None and length > c.topk:
+            with jax.named_scope("index"):
+                ended = jnp.max((span.start + span.count) // cache.ratio)
+                chosen = top_k(_scores(asked.index, entries, table, visible, ended), c.topk)
+
+            def one_by_one(cut: Callable[[Array], Array]) -> Far:
+                own = cut(chosen)
+                return read_chosen(entries, table, own, dtype, row.e4m3, row.block), own != NOTHING
+
+            return one_by_one, chosen
+        rows = read_rows(entries, table, visible.any(axis=1), dtype, row.e4m3, row.block)
+        return partial(_shared, rows, visible), None
+
+
+@dataclass(frozen=True)
+class HopperCompressed(Compressed):
+    """Window and compressed attention in plain XLA. Raises ConfigError where kernels are required."""
+
+    on: HopperProducts
+
+    def project(
+        self,
+        a: CompressedAttention,
+        cfg: ModelConfig,
+        x: Rows,
+        angles: Float[Array, "B W two 2 r"],
+        cache: Cache | None,
+        views: Views,
+    ) -> tuple[Queries, Any, Cache | None]:
+        """Queries, rows and the cache. Raises ConfigError where kernels are required."""
+        self.on.do_without("compressed attention")
+        return super().project(a, cfg, x, angles, cache, views)
+
+
+def _of(cfg: ModelConfig) -> CompressedConfig:
+    assert cfg.compressed is not None, "a layer with compressed attention has a configuration of it"
+    return cfg.compressed
+
+
+def _angles(a: CompressedAttention, angles: Float[Array, "B W two 2 r"]) -> Float[Array, "B W 2 r"]:
+    """The angles of this kind of layer."""
+    return angles[:, :, 0 if a.compressor is None else 1]
+
+
+def _compressors(a: CompressedAttention) -> tuple[Compressor, ...]:
+    """A layer's compressors: of entries, and of index keys."""
+    of_keys = None if a.indexer is None else a.indexer.compressor
+    return tuple(p for p in (a.compressor, of_keys) if p is not None)
+
+
+def _shared(rows: Float[Array, "B L h"], visible: Bool[Array, "B W L"], cut: Callable[[Array], Array]) -> Far:
+    """Entries that are read for all tokens of a slot, and those of them that each token of a block sees."""
+    return rows, cut(visible)
+
+
+def _unpacked(rows: Any, cfg: ModelConfig, dtype: Any) -> Float[Array, "B L h"]:
+    if not isinstance(rows, tuple):
+        return rows
+    return unpack(rows, cfg.row.e4m3, cfg.row.block).astype(dtype)
+
+
+def _before(
+    cache: CompressedCache, table: Int[Array, "B n"], slot: Int[Array, " B"], span: Span
+) -> Float[Array, "B b F"]:
+    """Inputs of the tokens before a span: of its page from the slot's recent ones, else from the boundary."""
+    ratio, page, length = cache.ratio, cache.raw.page_size, cache.recent.shape[1]
+    at = span.start[:, None] - compressor.reach(ratio) + jnp.arange(compressor.reach(ratio))
+    found = cache.recent.at[slot[:, None], at % length].get(mode="clip")
+    if cache.boundary is None:
+        return found
+    over, first = CompressedConfig.overlap(ratio), span.start // page * page
+    last = rows_at(cache.boundary, table, jnp.where(first > 0, first // page - 1, -1)[:, None])
+    last = last.reshape(len(last), over, -1)
+    place = jnp.clip(at - (first[:, None] - over), 0, over - 1)
+    last = jnp.take_along_axis(last, place[..., None], axis=1)
+    last = jnp.pad(last, ((0, 0), (0, 0), (0, found.shape[-1] - last.shape[-1])))
+    return jnp.where((at < first[:, None])[..., None], last, found)
+
+
+def _scores(
+    q: IndexQueries,
+    entries: LayerCache,
+    table: Int[Array, "B n"],
+    visible: Bool[Array, "B W E"],
+    ended: Int[Array, ""],
+) -> Float[Array, "B W E"]:
+    """The indexer's scores of entries, float32; -inf where a token sees none. ended: entries to score."""
+    page, length = entries.page_size, visible.shape[-1]
+    each = min(indexer.block_size(length, q.weights.shape[2], page) // page, table.shape[1])
+    padded = jnp.pad(table, ((0, 0), (0, -table.shape[1] % each)))
+
+    def read(i: Int[Array, ""] | int) -> Float[Array, "B l i"]:
+        return read_index(entries, jax.lax.dynamic_slice_in_dim(padded, i * each, each, axis=1), q.q.dtype)
+
+    found = indexer.scores_in_blocks(q, read, each * page, length, -(-ended // (each * page)))
+    return indexer.masked(found, visible)
+
+
+def _mixed(
+    cfg: ModelConfig,
+    q: Float[Array, "B W N h"],
+    sink: Float[Array, " N"],
+    near: Float[Array, "B L h"],
+    there: Bool[Array, "B L"],
+    span: Span,
+    far: FarOf | None,
+) -> Float[Array, "B W N h"]:
+    """Attention over the window and entries, block by block of tokens, so that memory is a block's.
+
+    near: the rows of the ``window - 1`` tokens before the span, and its own. there: the rows that are seen.
+    """
+    window, width = _of(cfg).window, q.shape[1]
+    block = min(width, window)
+    blocks = -(-width // block)
+
+    def padded(a: Array) -> Array:
+        return jnp.pad(a, ((0, 0), (0, blocks * block - width), *((0, 0),) * (a.ndim - 2)))
+
+    asked, rows, exist = padded(q), padded(near), padded(there)
+    reach = block + window - 1
+    token, row = jnp.arange(block)[:, None], jnp.arange(reach)
+    within = (row >= token) & (row < token + window)
+
+    def one(i: Int[Array, ""] | int) -> Float[Array, "B b N h"]:
+        def cut(a: Array, size: int = block) -> Array:
+            return jax.lax.dynamic_slice_in_dim(a, i * block, size, axis=1)
+
+        inside = i * block + jnp.arange(block) < span.count[:, None]
+        mask = within & cut(exist, reach)[:, None] & inside[..., None]
+        parts = [(cut(rows, reach), mask)]
+        if far is not None:
+            parts.append(far(lambda a: cut(padded(a))))
+        return _softmax(cut(asked), sink, parts, cfg.softmax_scale)
+
+    if blocks == 1:
+        return one(0)
+    found = jax.lax.map(one, jnp.arange(blocks))
+    return jnp.moveaxis(found, 0, 1).reshape(len(q), -1, *q.shape[2:])[:, :width]
+
+
+def _softmax(
+    q: Float[Array, "B b N h"], sink: Float[Array, " N"], parts: list[Far], scale: float
+) -> Float[Array, "B b N h"]:
+    """Attention over all parts' rows together, softmax in float32; each row is key and value.
+
+    A row that is not finite gives NaN to the tokens that see it, and nothing to others.
+    """
+    scores, values = [], []
+    for rows, mask in parts:
+        letters = "bkh" if rows.ndim == 3 else "bwkh"
+        found = jnp.einsum(f"bwnh,{letters}->bnwk", q, rows, preferred_element_type=jnp.float32) * scale
+        scores.append(jnp.where(mask[:, None], found, -jnp.inf))
+        values.append((letters, jnp.where(jnp.isfinite(rows), rows, 0)))
+    top = [s.max(axis=-1, keepdims=True) for s in scores]
+    peak = jnp.broadcast_to(sink[:, None, None], top[0].shape)
+    for each in top:
+        peak = jnp.maximum(peak, each)
+    weights = [jnp.exp(s - peak) for s in scores]
+    total = jnp.exp(sink[:, None, None] - peak) + sum(w.sum(axis=-1, keepdims=True) for w in weights)
+    mixed = [
+        jnp.einsum(f"bnwk,{letters}->bwnh", (w / total).astype(q.dtype), rows)
+        for w, (letters, rows) in zip(weights, values, strict=True)
+    ]
+    return sum(mixed[1:], mixed[0])

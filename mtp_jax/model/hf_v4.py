@@ -1,0 +1,149 @@
+"""DeepSeek-V4's part of a ``config.json``, in the release's dialect and in that of transformers.
+
+No key has a default: V4-Flash and V4-Pro differ in most of them, and engines' defaults differ from both.
+"""
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
+from mtp_jax.model.config_parts import CompressedConfig, HyperConfig
+
+# Compression ratios of layers, and transformers' names of them.
+RATIOS = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+_RATE_NAMES = {"compress_rate_csa": 4, "compress_rate_hca": 128}
+_HASH, _ROUTED = "hash_moe", "moe"
+# Needed in ``ModelConfig`` itself, under the same names.
+_REQUIRED = (
+    "num_hidden_layers",
+    "n_routed_experts",
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "q_lora_rank",
+    "swiglu_limit",
+    "rms_norm_eps",
+    "norm_topk_prob",
+    "max_position_embeddings",
+)
+
+
+def v4_parts(raw: JsonObject) -> JsonObject:
+    """Fields of ``ModelConfig`` that DeepSeek-V4's keys give, without those that keep their names.
+
+    Raises ConfigError with the key.
+    """
+    if raw.get("vision_config") is not None:
+        raise ConfigError("vision_config: DeepSeek-V4 with vision is not supported; expected the text model")
+    compressed = {f: raw[key] for f, key in CompressedConfig.KEYS.items() if raw.get(key) is not None}
+    hyper = {f: raw[key] for f, key in HyperConfig.KEYS.items() if raw.get(key) is not None}
+    nested = _nested(raw)
+    theta = nested["main"].get("rope_theta") if nested else raw.get("rope_theta")
+    if nested and "rope_theta" in nested["compress"]:
+        compressed["theta"] = nested["compress"]["rope_theta"]
+    rope = _rope_width(raw)
+    names = {**CompressedConfig.KEYS, **HyperConfig.KEYS}
+    lacks = [key for key in _REQUIRED if raw.get(key) is None]
+    lacks += [key for f, key in names.items() if f not in compressed | hyper and f != "ratios"]
+    lacks += [] if theta is not None else ["rope_theta"]
+    lacks += [] if rope is not None else ["qk_rope_head_dim"]
+    if lacks:
+        raise ConfigError(f"config.json lacks {', '.join(lacks)}; DeepSeek-V4 has them all")
+    if raw.get("num_key_value_heads", 1) != 1:
+        raise ConfigError(f"num_key_value_heads = {raw['num_key_value_heads']!r:.80}; expected 1")
+    compressed["ratios"] = _ratios(raw)
+    return {
+        "compressed": compressed,
+        "hyper": hyper,
+        "rope_theta": theta,
+        "qk_rope_head_dim": rope,
+        "num_hash_layers": _hash_layers(raw),
+        "scoring_func": "sqrtsoftplus",
+        "first_k_dense_replace": 0,
+        # No layer is dense; the shared expert is as wide as a routed one.
+        "intermediate_size": raw["moe_intermediate_size"],
+    }
+
+
+def yarn_source(raw: JsonObject) -> JsonObject:
+    """The object that describes YaRN, of layers that compress; empty without."""
+    nested = _nested(raw)
+    found = nested["compress"] if nested else raw.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"rope_scaling = {found!r:.200}; expected an object or null")
+    for key, want in (("attention_factor", 1), ("mscale", None), ("mscale_all_dim", None)):
+        if found.get(key) not in (None, want):
+            raise ConfigError(f"{key} = {found[key]!r:.80} is not supported; DeepSeek-V4 scales no attention")
+    return found | {"attention_factor": 1.0}
+
+
+def _nested(raw: JsonObject) -> JsonObject | None:
+    """transformers' two sets of parameters of rope."""
+    rope = raw.get("rope_parameters")
+    if rope is None:
+        return None
+    if not isinstance(rope, dict) or not all(isinstance(rope.get(k), dict) for k in ("main", "compress")):
+        raise ConfigError(f"rope_parameters = {rope!r:.200}; expected objects main and compress")
+    return rope
+
+
+def _rope_width(raw: JsonObject) -> object:
+    """Channels of a head that are rotated; None where no key says it."""
+    if raw.get("qk_rope_head_dim") is not None:
+        return raw["qk_rope_head_dim"]
+    nested = _nested(raw)
+    share = raw.get("partial_rotary_factor") or (nested or {"main": {}})["main"].get("partial_rotary_factor")
+    dim = raw.get("head_dim")
+    if isinstance(share, int | float) and isinstance(dim, int):
+        return round(share * dim)
+    return None
+
+
+def _ratios(raw: JsonObject) -> tuple[int, ...]:
+    """The compression ratio of every layer of the trunk.
+
+    The release's list goes on with the draft layers, which have windows alone; transformers drops them.
+    """
+    layers, drafts = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers") or 0
+    given, kinds = raw.get("compress_ratios"), raw.get("layer_types")
+    if given is None and kinds is None:
+        raise ConfigError("config.json lacks compress_ratios; DeepSeek-V4 has a ratio for each layer")
+    allowed = ", ".join(map(str, RATIOS.values()))
+    if given is not None:
+        if not isinstance(given, list) or len(given) not in (layers, layers + drafts):
+            count = len(given) if isinstance(given, list) else repr(given)[:80]
+            raise ConfigError(
+                f"compress_ratios has {count} entries; expected {layers} for num_hidden_layers, or "
+                f"{layers + drafts} with draft layers"
+            )
+        if any(type(r) is not int or r not in RATIOS.values() for r in given) or any(given[layers:]):
+            raise ConfigError(
+                f"compress_ratios = {given!r:.200} is not supported; expected {allowed}, and 0 for draft "
+                "layers"
+            )
+        return tuple(given[:layers])
+    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= RATIOS.keys():
+        raise ConfigError(
+            f"layer_types = {kinds!r:.200}; expected one of {', '.join(RATIOS)} for each of {layers} layers"
+        )
+    rates = raw.get("compress_rates") or {k: r for k, r in RATIOS.items() if r}
+    named = {name: raw[name] for name in _RATE_NAMES if raw.get(name) is not None}
+    if any(RATIOS.get(k) != r for k, r in rates.items()) or any(
+        _RATE_NAMES[k] != r for k, r in named.items()
+    ):
+        raise ConfigError(f"compress_rates = {rates | named!r:.200} is not supported; expected {allowed}")
+    return tuple(RATIOS[kind] for kind in kinds)
+
+
+def _hash_layers(raw: JsonObject) -> object:
+    """Number of layers whose experts are chosen by token, the first ones."""
+    kinds = raw.get("mlp_layer_types")
+    if raw.get("num_hash_layers") is not None:
+        return raw["num_hash_layers"]
+    if kinds is None:
+        raise ConfigError("config.json lacks num_hash_layers; DeepSeek-V4 chooses experts by token there")
+    count = kinds.count(_HASH) if isinstance(kinds, list) else 0
+    if not isinstance(kinds, list) or kinds != [_HASH] * count + [_ROUTED] * (len(kinds) - count):
+        raise ConfigError(f"mlp_layer_types = {kinds!r:.200}; expected {_HASH!r}s, then {_ROUTED!r}s")
+    return count
