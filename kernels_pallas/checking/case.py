@@ -8,6 +8,8 @@ from typing import Any, Literal
 import jax
 from jaxtyping import PyTree
 
+from kernels_pallas.splits import PROCESSORS
+
 # Trees of arrays.
 Inputs = tuple[PyTree, ...]
 # Part of a program: trees of arrays to trees of arrays.
@@ -46,6 +48,33 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """A kernel's cut of the work: the basis of the predicted time.
+
+    Attributes:
+        blocks: thread blocks, or tiles of a persistent grid.
+        asked: bytes that a thread block, on average, asks of the second-level cache or writes.
+        flops: operations that its tensor cores do, padding included.
+        path: instructions that a warp of it runs one after the other, where products and copies hide none.
+    """
+
+    blocks: int
+    asked: float
+    flops: float = 0
+    path: float = 0
+
+    @property
+    def processors(self) -> int:
+        """Multiprocessors that have work."""
+        return min(self.blocks, PROCESSORS)
+
+    @property
+    def waves(self) -> int:
+        """Thread blocks that the busiest multiprocessor runs."""
+        return -(-self.blocks // PROCESSORS)
+
+
+@dataclass(frozen=True)
 class Case:
     """One shape of one kernel.
 
@@ -57,6 +86,7 @@ class Case:
             ``interpret``, the parameters of Pallas' interpreter or None.
         reference: a jnp function of the same inputs with the same result, in float32 or better.
         work: the bytes and operations from which the floor of its time is computed.
+        plan: the kernel's cut of the work; None: the least work, spread evenly.
         tolerance: largest accepted norm(kernel - reference) / norm(reference), per output.
         baselines: alternatives by name: functions of the same inputs, which raise
             `UnavailableError`, or `External` objects.
@@ -68,6 +98,7 @@ class Case:
     reference: Operation
     work: Work
     tolerance: float = 1e-2
+    plan: Plan | None = None
     baselines: Mapping[str, Operation | External] = field(default_factory=lambda: MappingProxyType({}))
 
     @property

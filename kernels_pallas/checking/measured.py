@@ -1,7 +1,7 @@
 """Times of the kernels on GPUs, as they were measured; measured.toml holds them."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -17,11 +17,13 @@ class Run:
         card: the GPU.
         date: day of the run.
         us: microseconds of a call, by case.
+        steps: microseconds of all kernels of a decode step, by its name in `deviceless.step`.
     """
 
     card: str
     date: date
     us: dict[str, float]
+    steps: dict[str, float] = field(default_factory=dict)
 
 
 @cache
@@ -31,7 +33,12 @@ def runs() -> tuple[Run, ...]:
         return tuple(Run(**run) for run in tomllib.load(file)["runs"])
 
 
+def newest(name: str) -> Run | None:
+    """The newest run that has a case, or a step; None if there is none."""
+    return next((run for run in runs() if name in run.us or name in run.steps), None)
+
+
 def measured(case: str) -> str:
     """The newest time of a case and its card; a dash if none is known."""
-    found = next((run for run in runs() if case in run.us), None)
+    found = newest(case)
     return f"{found.us[case]:g} {found.card}" if found else "-"

@@ -1,6 +1,7 @@
 """Compile every case for an H200, print the compiler's decisions, and compare them with the budget.
 
-The least time that the work takes on an H200 stands beside the time that was measured, and the card.
+The least time that the work takes on an H200 stands beside the time that a model predicts there, and the time
+that was measured, with the card. Predicted steps of DeepSeek-V3 follow.
 
     python -m kernels_pallas.deviceless [PATTERN]
 
@@ -21,10 +22,11 @@ from kernels_pallas.checking.case import Case
 from kernels_pallas.checking.device import RATES
 from kernels_pallas.checking.measured import measured
 from kernels_pallas.checking.registry import cases
-from kernels_pallas.deviceless import report, target
+from kernels_pallas.deviceless import report, step, target
 from kernels_pallas.deviceless.budget import Budget, budgets
+from kernels_pallas.deviceless.prediction import predicted
 
-ROW = "{:48} {:>4} {:>6} {:>5} {:>16} {:>8} {:>8} {:>8} {:>8} {:>11} {:>5}"
+ROW = "{:48} {:>4} {:>6} {:>5} {:>16} {:>8} {:>8} {:>8} {:>8} {:>9} {:>11} {:>5}"
 MIB = 2**20
 
 
@@ -44,12 +46,13 @@ def main() -> int:
         print(
             ROW.format(
                 *("case", "regs", "spills", "path", "tensor core", "smem KiB", "temp MiB", "launches"),
-                *("floor us", "measured us", "s"),
+                *("floor us", "predicted", "measured us", "s"),
             )
         )
         limits = budgets()
         mesh = target.h200s()
         faults = [f for case in chosen for f in check(case, limits[case.name.split("/")[0]], mesh, dump)]
+    print("\n".join(step.lines()))
     print("\n".join(faults) or f"{len(chosen)} cases within budget")
     return int(bool(faults))
 
@@ -64,8 +67,9 @@ def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> li
     temp, launches = report.temp_bytes(compiled) / MIB, len(report.launches(target.xla_dump(dump)))
     for i, k in enumerate(kernels):
         products = " ".join(f"{count} {name}" for name, count in sorted(k.instructions.items()))
-        times = f"{RATES['H200'].floor(case.work) * 1e6:.1f}", measured(case.name)
-        whole = (f"{temp:.1f}", launches, *times, f"{seconds:.0f}") if i == 0 else ("",) * 5
+        least, expected = RATES["H200"].floor(case.work), predicted(case, "H200")
+        times = f"{least * 1e6:.1f}", f"{expected * 1e6:.1f}", measured(case.name)
+        whole = (f"{temp:.1f}", launches, *times, f"{seconds:.0f}") if i == 0 else ("",) * 6
         shown = "-" if k.shared is None else f"{k.shared / 1024:.1f}"
         path = "-" if k.path is None else k.path
         print(ROW.format(case.name, k.registers, k.spills, path, products, shown, *whole), flush=True)

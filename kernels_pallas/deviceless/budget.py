@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from kernels_pallas.deviceless.report import Kernel
@@ -60,6 +61,7 @@ class Budget:
             yield f"{launches} launches, at most {self.launches}"
 
 
+@cache
 def budgets() -> dict[str, Budget]:
     """Budgets by kernel."""
     with FILE.open("rb") as file:

@@ -10,7 +10,8 @@ from kernels_pallas.checking.case import Case, Inputs, Work
 from kernels_pallas.fp8_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.fp8_matmul.api import choose_tile
 from kernels_pallas.grouped_matmul.api import choose_gated_tile
-from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.grouped_matmul.cases import plan
+from kernels_pallas.grouped_matmul.tile import Sizes, Tile
 from kernels_pallas.quantised import BLOCK, quantise
 
 
@@ -62,8 +63,14 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(mosaic_gpu.fp8_matmul, tile=shape.tile),
         reference=reference.fp8_matmul,
         work=work(shape),
+        plan=plan(_sizes(shape), shape.rows),
         baselines={"xla": bench.xla},
     )
+
+
+def _sizes(shape: Shape) -> Sizes:
+    tiles = -(-shape.rows // shape.tile.rows)
+    return Sizes(shape.tile, jnp.float8_e4m3fn, shape.gated, shape.rows, shape.columns, shape.terms, tiles)
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.checking.case import Case, Inputs, Plan, Work
 from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
-from kernels_pallas.grouped_matmul.tile import Tile
+from kernels_pallas.grouped_matmul.tile import Sizes, Tile
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, quantise
 
@@ -101,6 +101,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(run, shape),
         reference=partial(reference.grouped_matmul, rows=shape.tile.rows, slots=_slots(shape)),
         work=work(shape),
+        plan=plan(_sizes(shape), sum(height for *_, height in shape.tiles)),
         baselines={"xla": partial(bench.xla, rows=shape.tile.rows)},
     )
 
@@ -136,6 +137,24 @@ def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tup
     values = jnp.where(written[:, None], out[0], 0).astype(out[0].dtype)
     nothing = TINY / FP8_MAX
     return (values,) if len(out) == 1 else (values, jnp.where(held, out[1], nothing))
+
+
+def _sizes(shape: Shape) -> Sizes:
+    dtype = jnp.float8_e4m3fn if shape.fp8 else jnp.bfloat16
+    return Sizes(shape.tile, dtype, shape.gated, shape.slots, shape.columns, shape.terms, len(shape.tiles))
+
+
+def plan(sizes: Sizes, rows: int) -> Plan:
+    """A thread block loads its share of the operands, and writes its share of ``rows`` rows."""
+    tile, size = sizes.tile, jnp.dtype(sizes.dtype).itemsize
+    terms, columns = sizes.terms // tile.splits, tile.columns * sizes.blocks
+    written = jnp.dtype(sizes.staged_dtype).itemsize * (columns if tile.splits > 1 else tile.columns)
+    return Plan(
+        blocks=sizes.tiles * sizes.column_tiles * tile.splits * tile.pair,
+        asked=size * terms * (sizes.block_rows + columns / tile.pair)
+        + written * rows / (sizes.tiles * tile.pair),
+        flops=2 * terms * sizes.block_rows * columns,
+    )
 
 
 def _slots(shape: Shape) -> int | None:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Operation, Work
+from kernels_pallas.checking.case import Case, Inputs, Operation, Plan, Work
 from kernels_pallas.index_scores import reference
-from kernels_pallas.index_scores.api import index_scores
+from kernels_pallas.index_scores.api import SPLIT_COST, index_scores
 from kernels_pallas.index_scores.index_rows import pack
-from kernels_pallas.index_scores.mosaic_gpu import DIM
+from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
+from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import Window, chain
 
 
@@ -76,6 +77,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(_run, partial(index_scores, **by_kernel)),
         reference=partial(_run, reference.index_scores),
         work=work(shape),
+        plan=plan(shape),
         tolerance=1e-5,
         baselines={"xla": reference.index_scores},
     )
@@ -106,6 +108,17 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     hidden = jnp.ones((count, shape.page), bool).at[page_table].set(hidden)
     pages = jnp.where(hidden[..., None], jnp.nan, pages)
     return q, weights, pack(pages) if shape.fp8 else pages, page_table, visible
+
+
+def plan(shape: Shape) -> Plan:
+    """A thread block multiplies a share of a slot's keys with the queries of its tokens."""
+    tokens = min(shape.window, MOST_COLUMNS // shape.heads)
+    blocks = len(shape.lengths) * -(-shape.window // tokens)
+    tiles = -(-shape.columns * shape.page // TILE)
+    splits = shape.splits or choose_splits(blocks, tiles, SPLIT_COST)
+    keys = TILE * -(-tiles // splits)
+    moved = keys * ((DIM + 4 if shape.fp8 else 2 * DIM) + 4 * tokens) + 2 * tokens * shape.heads * DIM
+    return Plan(blocks * splits, moved, flops=2 * keys * tokens * shape.heads * DIM)
 
 
 def work(shape: Shape) -> Work:

@@ -6,13 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.checking.case import Case, Inputs, Plan, Work
 from kernels_pallas.mla_decode import bench, reference
-from kernels_pallas.mla_decode.api import mla_decode
+from kernels_pallas.mla_decode.api import mla_decode, splits_of
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, pack
+from kernels_pallas.mla_decode.mosaic_gpu import COMPUTE, PAGE, RANK, ROPE, ROWS
 from kernels_pallas.visible import Window, chain
 
-RANK, ROPE, PAGE = 512, 64, 64
 # DeepSeek-V3's scale without the factor for long contexts: it multiplies queries of 128 + 64 dimensions.
 SCALE = 192**-0.5
 
@@ -95,6 +95,7 @@ def case(name: str, shape: Shape) -> Case:
         ),
         reference=partial(reference.mla_decode, scale=SCALE),
         work=work(shape),
+        plan=plan(shape),
         baselines=bench.baselines(SCALE),
     )
 
@@ -125,6 +126,24 @@ def rows_seen(shape: Shape) -> Window:
     return Window(jnp.full_like(length, 2), length, jnp.full_like(length, shape.window), every_other)
 
 
+def plan(shape: Shape) -> Plan:
+    """A thread block multiplies its query rows with a share of a slot's pages, two in a step."""
+    blocks = len(shape.lengths) * -(-shape.window * shape.heads // ROWS)
+    splits = shape.splits or splits_of(blocks, shape.pages_per_slot)
+    pages = sum(-(-(max(n, 0) + shape.window) // PAGE) for n in shape.lengths) / len(shape.lengths)
+    rows = COMPUTE * PAGE * -(-pages // (COMPUTE * splits))
+    return Plan(
+        blocks=blocks * splits,
+        asked=rows * row_bytes(shape) + 2 * ROWS * (2 * RANK + ROPE),
+        flops=2 * ROWS * rows * (2 * RANK + ROPE),
+    )
+
+
+def row_bytes(shape: Shape) -> int:
+    """Bytes of a cached row."""
+    return RANK + 4 * (RANK // BLOCK) + 2 * ROPE if shape.fp8 else 2 * (RANK + ROPE)
+
+
 def work(shape: Shape) -> Work:
     """The least work: two products over visible rows; every row, query and output moved once."""
     counts = shape.counts or (shape.window,) * len(shape.lengths)
@@ -132,9 +151,8 @@ def work(shape: Shape) -> Work:
     visible = [max(0, n + 1 + w) for n, count in windows for w in range(count)]
     stored = sum(max(0, n + count) for n, count in windows if count)
     tokens = len(shape.lengths) * shape.window * shape.heads
-    row = RANK + 4 * (RANK // BLOCK) + 2 * ROPE if shape.fp8 else 2 * (RANK + ROPE)
     return Work(
         flops=2 * shape.heads * sum(visible) * (2 * RANK + ROPE),
-        bytes=stored * row + 2 * tokens * (2 * RANK + ROPE),
+        bytes=stored * row_bytes(shape) + 2 * tokens * (2 * RANK + ROPE),
         format="bf16",
     )

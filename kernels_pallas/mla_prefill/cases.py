@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from kernels_pallas.checking.case import Case, Inputs, Operation, Work
+from kernels_pallas.checking.case import Case, Inputs, Operation, Plan, Work
 from kernels_pallas.mla_prefill import bench, reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
+from kernels_pallas.mla_prefill.mosaic_gpu import KEYS, NOPE, QUERIES, ROPE, VALUE
 from kernels_pallas.visible import Window, chain
 
-RANK, NOPE, ROPE, VALUE = 512, 128, 64, 128
+RANK = 512
 SCALE = (NOPE + ROPE) ** -0.5
 
 
@@ -69,6 +70,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(counted, kernel),
         reference=partial(counted, oracle),
         work=work(shape),
+        plan=plan(shape),
         baselines={way.__name__: partial(way, scale=SCALE) for way in ways},
     )
 
@@ -113,6 +115,17 @@ def latent(shape: Shape, key: jax.Array) -> Inputs:
 def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Random bfloat16 numbers."""
     return jax.random.normal(key, shape, jnp.bfloat16)
+
+
+def plan(shape: Shape) -> Plan:
+    """A thread block multiplies its queries of a head with the keys up to its last query, on average."""
+    blocks = [
+        -(-(h + min(q + QUERIES, c) - shape.begin) // KEYS) * KEYS
+        for c, h in zip(shape.counts, shape.history, strict=True)
+        for q in range(0, c, QUERIES)
+    ]
+    keys, width = sum(blocks) / len(blocks), NOPE + ROPE + VALUE
+    return Plan(len(blocks) * shape.heads, 2 * width * (keys + QUERIES), 2 * QUERIES * keys * width)
 
 
 def work(shape: Shape) -> Work:

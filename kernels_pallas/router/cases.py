@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.checking.case import Case, Inputs, Plan, Work
 from kernels_pallas.grouped_matmul.layout import Groups, Own, group_all
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.router import mosaic_gpu, reference
@@ -70,6 +70,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(run, shape),
         reference=partial(expected, shape),
         work=work(shape),
+        plan=Plan(-(-shape.tokens // reference.ROWS), 4 * reference.ROWS * shape.experts),
         tolerance=1e-5,
         baselines={"xla": lambda x, bias, counted: reference.choose(x, bias, shape.rule, counted > 0)},
     )

@@ -6,9 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.checking.case import Case, Inputs, Plan, Work
 from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.api import top_k
+from kernels_pallas.top_k.mosaic_gpu import CHUNK, HELD, READERS, ROUNDS, cluster
+
+# Instructions of a round: 452 where a warpgroup has 6 chunks, 574 where it has 8 (docs/kernels.md).
+ROUND, ROUND_OF_CHUNK = 86, 61
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(top_k, count=shape.count, implementation="mosaic_gpu"),
         reference=oracle,
         work=work(shape),
+        plan=plan(shape),
         tolerance=0.0,
         baselines={"xla": oracle},
     )
@@ -72,6 +77,18 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     end = jax.random.randint(keys[1], (shape.tokens, 1), 1, shape.entries)
     end = end.at[0].set(shape.count // 2).at[-1].set(shape.entries)
     return (jnp.where(jnp.arange(shape.entries) < end, scores, -jnp.inf),)
+
+
+def plan(shape: Shape) -> Plan:
+    """A thread block reads its share of a token's scores, and sorts them in as many rounds as bits need."""
+    chunks = -(-shape.entries // CHUNK)
+    blocks = cluster(shape.tokens, chunks)
+    share = -(-chunks // (blocks * READERS))
+    return Plan(
+        blocks=shape.tokens * blocks,
+        asked=4 * CHUNK * READERS * share * (1 if share <= HELD else ROUNDS + 2),
+        path=ROUNDS * (ROUND + ROUND_OF_CHUNK * share),
+    )
 
 
 def work(shape: Shape) -> Work:

@@ -45,7 +45,7 @@ HELD = 16  # most chunks that a warpgroup holds: 128 of a thread's 255 registers
 
 _BITS = 3  # bits of the least score that a round fixes
 _BUCKETS = 1 << _BITS
-_ROUNDS = -(-32 // _BITS)
+ROUNDS = -(-32 // _BITS)
 _WORDS = _BUCKETS // 2  # a word has the counts of two buckets, 16 bits each
 _HALF = 16
 _LOW = (1 << _HALF) - 1
@@ -135,7 +135,7 @@ def choose(
             the least score known to be too large.
             """
             i, least, reach, above = state
-            shift = ((_ROUNDS - 1 - i) * _BITS).astype(jnp.uint32)
+            shift = ((ROUNDS - 1 - i) * _BITS).astype(jnp.uint32)
 
             def sort(_: Any, number: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 # The last bucket also has the scores that are in none.
@@ -162,7 +162,7 @@ def choose(
             return i + 1, least, reach, above
 
         i, least, reach, above = lax.while_loop(
-            lambda state: jnp.logical_and(state[0] < _ROUNDS, state[2] != count),
+            lambda state: jnp.logical_and(state[0] < ROUNDS, state[2] != count),
             narrow,
             (jnp.int32(0), jnp.uint32(0), jnp.int32(blocks * READERS * share * CHUNK), jnp.int32(0)),
         )
@@ -232,7 +232,7 @@ def choose(
     if blocks == 1:
         scratch = [plgpu.SMEM((2, *counts), jnp.int32), *scratch, plgpu.Barrier(num_arrivals=READERS)]
     else:
-        out_type.append(jax.ShapeDtypeStruct((tokens, _ROUNDS + 1, *counts), jnp.int32))
+        out_type.append(jax.ShapeDtypeStruct((tokens, ROUNDS + 1, *counts), jnp.int32))
         scratch.append(plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=READERS))
         clusters = {"cluster": (blocks,), "cluster_names": ("block",)}
     words, before, nothing, *_ = plgpu.kernel(

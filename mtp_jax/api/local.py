@@ -32,7 +32,8 @@ def make_runner(
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     pages, fp8 = config.pages_per_shard(shards), config.kv_cache_dtype == "fp8"
-    shape = StateShape(config.max_num_seqs, pages, config.page_size, config.columns, config.dtype, fp8)
+    sizes = config.max_num_seqs, pages, config.page_size, config.columns
+    shape = StateShape(*sizes, config.dtype, fp8, 1 + config.num_speculative_tokens)
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
     how = config.suffix_drafts, config.law, config.adaptive_verification, config.trees
     runner = LocalRunner(Model(cfg, on), params, shape, *how)

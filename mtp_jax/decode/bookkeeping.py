@@ -18,7 +18,7 @@ from mtp_jax.decode.state import Slots, State, StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.machine import memory_size
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.cache import LayerCache, empty_cache
+from mtp_jax.model.cache import empty_cache, empty_compressed
 from mtp_jax.model.params import Params, type_of
 from mtp_jax.model.sharding import data_size, partition
 from mtp_jax.model.stack import Stack, each
@@ -41,8 +41,10 @@ def abstract_state(
     pages, groups = (shape.pages + 1) * data_size(mesh), groups or [None] * cfg.num_hidden_layers
     firsts = itertools.accumulate((n or 1 for n in groups), initial=0)
 
-    def part(first: int, n: int | None) -> LayerCache | Stack[LayerCache]:
+    def part(first: int, n: int | None) -> Any:
         cache = empty_cache(pages, shape.page_size, cfg, first, kind, fp8=shape.fp8)
+        if cfg.compressed and cfg.compressed.ratio(first):
+            return empty_compressed(cache, cfg, first, shape.slots, shape.window)
         return cache if n is None else Stack(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), cache))
 
     def zeros() -> State:
@@ -85,7 +87,7 @@ def empty_state(abstract: State) -> State:
 
 def bytes_per_page(state: State) -> int:
     """Bytes of a page, the trunk's and the drafter's part."""
-    parts = each((*state.trunk, state.drafter.pages))
+    parts = each(state.in_pages)
     arrays = ((a, a.shape[len(at) + 1 :]) for tree, at in parts for a in jax.tree.leaves(tree))
     return sum(math.prod(shape) * a.dtype.itemsize for a, shape in arrays)
 
@@ -121,9 +123,9 @@ def move(state: State, source: Int[Array, ""], target: Int[Array, ""]) -> State:
         row = jax.lax.dynamic_slice_in_dim(a, source, 1)
         return jax.lax.dynamic_update_slice_in_dim(a, row, target, axis=0)
 
-    slots, own = jax.tree.map(put, (state.slots, state.drafter.slots))
+    slots, *rest = jax.tree.map(put, state.in_slots)
     slots = slots.replace(active=slots.active.at[source].set(False))
-    return state.replace(slots=slots, drafter=state.drafter.replace(slots=own))
+    return state.with_slots((slots, *rest))
 
 
 def update(state: State, keep: Bool[Array, " B"], page_table: Int[Array, "B n"]) -> State:
@@ -150,7 +152,7 @@ def read_experts(state: State) -> tuple[State, tuple[Int[Array, "L E"], Int[Arra
 
 def read_pages(state: State, pages: Int[Array, " n"]) -> list[Shaped[Array, "n ..."]]:
     """Contents of these pages, counted over all shards: the trunk's and the drafter's part, leaf by leaf."""
-    parts = each((*state.trunk, state.drafter.pages))
+    parts = each(state.in_pages)
     return [a[(*at, pages)] for tree, at in parts for a in jax.tree.leaves(tree)]
 
 
@@ -164,5 +166,4 @@ def write_pages(state: State, pages: Int[Array, " n"], data: list[Shaped[Array, 
             leaves = [a.at[(*at, pages)].set(next(rest)) for a in leaves]
         return tree.unflatten(leaves)
 
-    trunk = tuple(map(written, state.trunk))
-    return state.replace(trunk=trunk, drafter=state.drafter.replace(pages=written(state.drafter.pages)))
+    return state.with_pages([*map(written, state.in_pages)])

@@ -39,7 +39,8 @@ def part(state: State, chunk: Chunk, pages: int, model: Model) -> StepPart:
     positions = chunk.start[:, None] + index
     written = jnp.where(index < chunk.count[:, None], positions, -1)
     form = model.on.latent.prefill_form(model.cfg, chunk.tokens.shape[1])
-    view = PagedView(s.page_table[:, :pages], written, chain(chunk.start, chunk.count), form)
+    visible = chain(chunk.start, chunk.count)
+    view = PagedView(s.page_table[:, :pages], written, visible, form, slot=chunk.slot)
     return StepPart(chunk.slot, s, chunk.tokens, positions, view)
 
 

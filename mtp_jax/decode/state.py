@@ -7,7 +7,8 @@ Invariant *whole pages*: the contents of a full page, the trunk's latents and th
 the tokens up to its end alone, and are all that a sequence needs to go on from it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -17,8 +18,8 @@ from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.arrays import SamplingState, SlotRow
 from mtp_jax.decode.expert_counts import ExpertCounts
-from mtp_jax.model.cache import LayerCache
-from mtp_jax.model.stack import Stack
+from mtp_jax.model.cache import CompressedCache
+from mtp_jax.model.trunk import Caches
 
 Tree = TypeVar("Tree")
 
@@ -73,15 +74,46 @@ class DrafterState(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """The trunk's latent cache, one part per group of ``Params.layers``, the slots, and the drafter's part.
+    """The trunk's cache, one part per group of ``Params.layers``, the slots, and the drafter's part.
 
     ``experts``: counts of chosen experts; None where nothing is counted.
     """
 
-    trunk: tuple[LayerCache | Stack[LayerCache], ...]
+    trunk: Caches
     slots: Slots
     drafter: DrafterState
     experts: ExpertCounts | None = None
+
+    @property
+    def in_pages(self) -> tuple[Any, ...]:
+        """Everything that lies in pages: a cache of the trunk each, and the drafter's part."""
+        own = (c.pages if isinstance(c, CompressedCache) else c for c in self.trunk)
+        return *own, self.drafter.pages
+
+    @property
+    def in_slots(self) -> tuple[Any, ...]:
+        """Everything that lies in slots: the slots, the drafter's part, and that of each of the caches."""
+        own = (c.recent if isinstance(c, CompressedCache) else None for c in self.trunk)
+        return self.slots, self.drafter.slots, tuple(own)
+
+    def with_pages(self, parts: Sequence[Any]) -> "State":
+        """The state with other contents of ``in_pages``."""
+
+        def put(cache: Any, pages: Any) -> Any:
+            return replace(pages, recent=cache.recent) if isinstance(cache, CompressedCache) else pages
+
+        trunk = tuple(map(put, self.trunk, parts[:-1]))
+        return self.replace(trunk=trunk, drafter=self.drafter.replace(pages=parts[-1]))
+
+    def with_slots(self, parts: tuple[Any, ...]) -> "State":
+        """The state with other contents of ``in_slots``."""
+        slots, drafter, recent = parts
+
+        def put(cache: Any, own: Any) -> Any:
+            return replace(cache, recent=own) if isinstance(cache, CompressedCache) else cache
+
+        trunk, drafter = tuple(map(put, self.trunk, recent)), self.drafter.replace(slots=drafter)
+        return self.replace(trunk=trunk, slots=slots, drafter=drafter)
 
 
 @dataclass(frozen=True)
@@ -89,7 +121,8 @@ class StateShape:
     """Sizes of a ``State``. ``columns`` is the width of the page table.
 
     ``pages`` are per data shard and can be handed out; each shard has one more (spare) for padding.
-    ``dtype``: the cache's; ``fp8``: latents are in e4m3 instead.
+    ``dtype``: the cache's; ``fp8``: latents are in e4m3 instead. ``window``: most tokens of a slot that a
+    step verifies.
     """
 
     slots: int
@@ -98,6 +131,7 @@ class StateShape:
     columns: int
     dtype: str = "float32"
     fp8: bool = False
+    window: int = 1
 
 
 Which = int | Int[Array, " G"]

@@ -352,7 +352,7 @@ def _windows(state: State, drafts: Drafts, pages: int, packing: Packing | None =
     count = jnp.where(s.active, num_drafts(s, drafts) + 1, 0)
     written = jnp.where(index < count[:, None], s.length[:, None] + index, -1)
     visible = replace(chain(s.length, count), ancestors=drafts.lineage)
-    view = PagedView(s.page_table[:, :pages], written, visible, packing=packing)
+    view = PagedView(s.page_table[:, :pages], written, visible, packing=packing, slot=jnp.arange(which))
     return StepPart(which, s, tokens, s.length[:, None] + drafts.steps, view)
 
 

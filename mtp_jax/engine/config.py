@@ -13,8 +13,9 @@ VerifierChoice = Literal["block", "coupled"]
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 CacheType = Literal["auto", "fp8"]
 ExchangeChoice = Literal["auto", "gather", "all_to_all"]
-# ``num_speculative_tokens`` where it is not given.
+# ``num_speculative_tokens`` and ``page_size`` where they are not given.
 DEFAULT_DRAFTS = 3
+DEFAULT_PAGE = 64
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Dtype = Literal["float32", "bfloat16"]
 
@@ -42,7 +43,15 @@ class EngineOptions:
         unset="the model's own, at most 8192",
         metavar="N",
     )
-    page_size: int = option(64, "tokens per page of the cache", low=1, high=4096, metavar="N")
+    page_size: int | None = option(
+        None,
+        "tokens per page of the cache; a multiple of 128 for DeepSeek-V4",
+        kind=int,
+        low=1,
+        high=4096,
+        unset="64, or 128 for DeepSeek-V4",
+        metavar="N",
+    )
     num_pages: int | None = option(
         None,
         "pages of the cache per data shard",
@@ -259,6 +268,7 @@ class EngineConfig(EngineOptions):
 
     num_speculative_tokens: int = narrowed(EngineOptions, "num_speculative_tokens", DEFAULT_DRAFTS, unset="")
     max_model_len: int = narrowed(EngineOptions, "max_model_len", 2048, unset="")
+    page_size: int = narrowed(EngineOptions, "page_size", DEFAULT_PAGE, unset="")
     verifier: VerifierChoice = narrowed(EngineOptions, "verifier", "block", unset="")
     dtype: Dtype = narrowed(
         EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)

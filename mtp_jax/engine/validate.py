@@ -30,9 +30,15 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"max_num_seqs = {config.max_num_seqs} does not divide into micro_batches = "
             f"{config.micro_batches} of {shards} data shards each"
         )
-    if config.micro_batches > 1 and cfg.indexer is not None:
+    if config.micro_batches > 1 and (cfg.indexer or cfg.compressed):
         raise ConfigError(
             f"micro_batches = {config.micro_batches} is not there for models with sparse attention; use 1"
+        )
+    if config.page_size % cfg.page_unit:
+        nearest = -(-config.page_size // cfg.page_unit) * cfg.page_unit
+        raise ConfigError(
+            f"page_size = {config.page_size}; expected a multiple of {cfg.page_unit}, such as {nearest}: an "
+            f"entry of compressed attention, of {cfg.page_unit} tokens at most, lies in one page"
         )
     if config.num_speculative_tokens and not cfg.drafts and not config.suffix_drafts:
         raise ConfigError(
@@ -40,10 +46,10 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
         )
     _check_drafts(cfg, config)
-    if config.kv_cache_dtype == "fp8" and cfg.kv_lora_rank % 2:
+    if config.kv_cache_dtype == "fp8" and cfg.row.e4m3 % 2:
+        name = "head_dim - qk_rope_head_dim" if cfg.compressed else "kv_lora_rank"
         raise ConfigError(
-            f"kv_cache_dtype = 'fp8' stores latents in pairs, but kv_lora_rank = {cfg.kv_lora_rank} "
-            "is odd; use 'auto'"
+            f"kv_cache_dtype = 'fp8' stores values in pairs, but {name} = {cfg.row.e4m3} is odd; use 'auto'"
         )
 
 
@@ -51,6 +57,11 @@ def _check_drafts(cfg: ModelConfig, config: EngineConfig) -> None:
     """Raises ConfigError for drafts that the model's drafter does not make."""
     head, tree, layers = cfg.drafter, config.trees, cfg.num_nextn_predict_layers
     deepest = tree.steps if tree else config.num_speculative_tokens
+    if tree and cfg.compressed:
+        raise ConfigError(
+            f"tree = {config.tree!r:.80} with compressed attention; leave it out: an entry is made of "
+            "consecutive tokens, which the nodes of a tree are not"
+        )
     able: Trees | None = head.trees if head else "grown" if layers == 1 else None
     if tree and tree.kind != able:
         grown, given = "is grown by one NextN layer or an EAGLE-3 head", "lists ranks of Medusa heads"

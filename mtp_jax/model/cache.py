@@ -256,6 +256,15 @@ def read_rows(
     return unpack(found, rank, block).astype(dtype) if isinstance(found, tuple) else found
 
 
+def read_at(
+    cache: LayerCache, page_table: Int[Array, "B n"], rows: Int[Array, "B W"], dtype: Any, row: RowFormat
+) -> Float[Array, "B W c"]:
+    """Rows of each slot by number, FP8 rows in ``dtype``; zero where the number is negative."""
+    found = rows_at(cache.rows, page_table, rows)
+    wide = unpack(found, row.e4m3, row.block).astype(dtype) if isinstance(found, tuple) else found
+    return jnp.where((rows >= 0)[..., None], wide, 0)
+
+
 def read_chosen(
     cache: LayerCache,
     page_table: Int[Array, "B n"],

@@ -223,6 +223,11 @@ class ModelConfig:
             return RowFormat(c.head_dim, (0, c.head_dim), rope, FP8_BLOCK // 2)
         return RowFormat(self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, FP8_BLOCK)
 
+    @property
+    def page_unit(self) -> int:
+        """The number of tokens that a page holds a multiple of, so that no entry is split between two."""
+        return max((1, *self.compressed.ratios)) if self.compressed else 1
+
     def cache_bytes(self, layer: int, dtype: str) -> int:
         """Bytes that a layer's cache holds of a token: its row, and an index key where it has an indexer.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.top_k.reference import NOTHING
+from kernels_pallas.top_k.reference import NOTHING, top_k
 from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.layers import rotate_first
 
@@ -96,6 +96,11 @@ def scores_in_blocks(
 def masked(found: Float[Array, "B W L"], visible: Bool[Array, "B W L"]) -> Float[Array, "B W L"]:
     """Scores, -inf where not visible. A score that is not a number beats all: a broken score must show."""
     return jnp.where(visible, jnp.where(jnp.isnan(found), jnp.inf, found), -jnp.inf)
+
+
+def best(found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
+    """The entries with the best of these scores, in order; NOTHING first where fewer are not -inf."""
+    return top_k(found, count)
 
 
 def chosen_mask(chosen: Int[Array, "B W K"], entries: int) -> Bool[Array, "B W L"]:

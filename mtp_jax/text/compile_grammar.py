@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from mtp_jax.text.tools.formats import DSML
+
 # Expressions that llguidance may derive, at first and for a token: a fifth and a tenth of its defaults.
 # Repeats of tens of thousands need more, at first and for each mask.
 _FUEL = 200_000
@@ -22,14 +24,16 @@ def without_tags(tokenizer: str) -> str:
     llguidance has the tokenizer encode text that a grammar leaves no choice about. Where that spells a
     special token, or an added one in angle brackets, which llguidance takes for special, it would allow this
     token alone, and then refuse it. Such tokens get names here that no text holds; grammars give them by
-    their ids.
+    their ids. ``DSML`` is text here, as the tags that it stands in are.
     """
     whole = json.loads(tokenizer)
     mark, model = secrets.token_hex(8), whole["model"]
     vocab = model["vocab"]
     for added in whole["added_tokens"]:
         text = added["content"]
-        if added["special"] or (text.startswith("<") and text.endswith(">")):
+        if text == DSML:
+            added["special"] = False
+        elif added["special"] or (text.startswith("<") and text.endswith(">")):
             added["content"], added["special"] = mark + text, True
             if text in vocab:
                 vocab[mark + text] = vocab.pop(text)

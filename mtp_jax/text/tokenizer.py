@@ -27,7 +27,9 @@ FILES = (JSON_FILE, tiktoken_file.FILE)
 _END = "\ue000end\ue000"
 """A mark that no text has: the characters are for private use."""
 
-_TEMPLATES = {"deepseek_v32": Path(__file__).with_name("deepseek_v32.jinja")}
+_TEMPLATES = {
+    family: Path(__file__).with_name(f"{family}.jinja") for family in ("deepseek_v32", "deepseek_v4")
+}
 
 
 class Tokenizer:
@@ -84,14 +86,9 @@ class Tokenizer:
             backend = tiktoken_file.read_tiktoken(folder / tiktoken_file.FILE, config)
         else:
             return None
-        template = _template_file(folder, config) if chat_template is None else Path(chat_template)
+        template = _template(folder, config) if chat_template is None else _read_text(Path(chat_template))
         if template is not None:
-            try:
-                config = {**config, "chat_template": template.read_text(encoding="utf-8")}
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(
-                    f"{template} is not readable UTF-8 text: {first_line(error)}"
-                ) from error
+            config = {**config, "chat_template": template}
         return cls(backend, config, _read_json(folder / "generation_config.json"))
 
     @property
@@ -216,12 +213,24 @@ class StreamDecoder:
         return rest
 
 
-def _template_file(folder: Path, config: JsonMapping) -> Path | None:
+def _template(folder: Path, config: JsonMapping) -> str | None:
     """A chat template in a file: the checkpoint's, or ours of a family that comes with an encoder instead."""
     if (file := folder / "chat_template.jinja").exists():
-        return file
-    family = _read_json(folder / "config.json").get("model_type")
-    return None if config.get("chat_template") else _TEMPLATES.get(str(family))
+        return _read_text(file)
+    family = str(_read_json(folder / "config.json").get("model_type"))
+    if config.get("chat_template") or family not in _TEMPLATES:
+        return None
+    # The encoder is read and never run: V4's encoders differ in their efforts, and config.json does not tell.
+    encoder = folder / "encoding" / "encoding_dsv4.py"
+    three = encoder.exists() and "REASONING_EFFORT_PROMPTS" in _read_text(encoder)
+    return ("{%- set three_efforts = true -%}\n" if three else "") + _read_text(_TEMPLATES[family])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable UTF-8 text: {first_line(error)}") from error
 
 
 def _with_end_marked(messages: Sequence[JsonMapping]) -> list[JsonMapping]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from mtp_jax import LazyPrompt, SamplingParams, Stream, ToolUse
+from mtp_jax import LazyPrompt, RequestError, SamplingParams, Stream, ToolUse
 from serve.answers.generation import submit
 from serve.base.state import Server
 from serve.bodies.schema import ChatBody, Conversation
@@ -27,7 +27,14 @@ class ChatPrompt:
     def __call__(self) -> list[int]:
         """Render the conversation and return its token ids. Raises RequestError."""
         told = self._conversation
-        messages = [message.for_template() for message in told.messages]
+        messages = told.turns()
+        if "latest_reminder" not in (self._tokenizer.chat_template or "") and (
+            told.task or any(message["role"] == "latest_reminder" for message in messages)
+        ):
+            raise RequestError(
+                "task and latest_reminder are of DeepSeek-V4's encoder, and this model's chat template knows "
+                "neither; leave them out"
+            )
         # The prompt names no tools if the request forbids calls.
         tools = [tool.for_template() for tool in told.functions] if told.tool_choice != "none" else None
         prompt = self._tokenizer.apply_chat_template(

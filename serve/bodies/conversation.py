@@ -59,7 +59,7 @@ class Message(Body):
 
     without_effect: ClassVar = frozenset({"annotations", "refusal"})
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "latest_reminder"]
     content: TextOr[_Part] | None = None
     tool_calls: Annotated[list[_Call], Field(fail_fast=True, max_length=1024)] | None = None
     tool_call_id: Name | None = None
@@ -215,7 +215,11 @@ class Switches(Body):
 
 
 class Conversation(Switches):
-    """Fields that a chat template needs."""
+    """Fields that a chat template needs.
+
+    Attributes:
+        task: a task of DeepSeek-V4's encoder, of the last message.
+    """
 
     messages: Annotated[
         list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), AfterValidator(paired)
@@ -225,10 +229,15 @@ class Conversation(Switches):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    task: Literal["action", "query", "authority", "domain", "title", "read_url"] | None = None
 
     @model_validator(mode="after")
     def _one_end(self) -> "Conversation":
         *before, last = self.messages
+        if self.task and (self.continues or last.role != ("assistant" if self.task == "title" else "user")):
+            raise ValueError(
+                "task: belongs to the user's message at the end; a title is that of an answer at the end"
+            )
         if any(message.continues for message in before):
             raise ValueError("prefix: only the last message can be gone on with; leave it out of the others")
         if self.continues:
@@ -254,6 +263,11 @@ class Conversation(Switches):
     def continues(self) -> bool:
         """Whether the model continues the last message instead of beginning a new one."""
         return self.continue_final_message is True or self.messages[-1].continues
+
+    def turns(self) -> list[JsonObject]:
+        """The messages as chat templates expect them."""
+        *before, last = [message.for_template() for message in self.messages]
+        return [*before, last if self.task is None else {**last, "task": self.task}]
 
     @property
     def characters(self) -> int:

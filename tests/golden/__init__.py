@@ -20,7 +20,9 @@ ARCHIVES = tuple(GOLDEN / f"{name}.tar.xz" for name in ("weights", "heads"))
 HEADS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/draft")))
 """Trunks without NextN layers, each with a draft head beside it."""
 EAGLES, BLOCKS = (tuple(v for v in HEADS if v.startswith("eagle3") == eagle) for eagle in (True, False))
-VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS}))
+# A variant whose checkpoint only leaves out copies of tensors, and the variant that has its numbers.
+SAME = {"no_mtp_head": "v3"}
+VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS} | {*SAME}))
 # Variants that an engine decodes.
 DECODED = (
     "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
@@ -77,5 +79,5 @@ def raw_config(variant: str = "v3") -> dict:
 @functools.cache
 def expected(variant: str = "v3", of: str = "expected") -> dict[str, np.ndarray]:
     """Its numbers; README.md explains the keys. of: "trees": of an EAGLE-3 head's trees."""
-    with np.load(GOLDEN / variant / f"{of}.npz", allow_pickle=False) as file:
+    with np.load(GOLDEN / SAME.get(variant, variant) / f"{of}.npz", allow_pickle=False) as file:
         return dict(file)

@@ -143,8 +143,8 @@ def test_by_pair_in_slices_of_any_width(hidden, width):
 @pytest.mark.parametrize(("width", "pairs"), [(WIDTH, 16), (8192, 4)])
 def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
     """On a CPU: up to 16 pairs per expert if its weights take at most a MiB, up to 4 of a larger one."""
-    monkeypatch.setattr(cpu_experts, "by_pair", lambda gate_up, down, x, r: jnp.ones_like(x))
-    monkeypatch.setattr(moe, "by_visit", lambda gate_up, down, x, r, product: jnp.zeros_like(x))
+    monkeypatch.setattr(cpu_experts, "by_pair", lambda *given: jnp.ones_like(given[2]))
+    monkeypatch.setattr(moe, "by_visit", lambda *given: jnp.zeros_like(given[2]))
     weights = jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width))
     for rows, apart in ((E * pairs, 1), (E * pairs + 1, 0)):
         r = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))

@@ -1,15 +1,20 @@
 """Conversations that do not go together, and what is known under several names."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
 from mtp_jax import CallArguments, CallBegin
+from mtp_jax.text.bpe import ASSISTANT, BOS, EOS, USER
+from serve.answers.asking import ChatPrompt
 from serve.answers.calls import Call
 from serve.answers.inputs import Inputs
+from serve.bodies.schema import ChatBody
 from tests.serve.conftest import Running, wait_until
+from tests.text.helpers import loaded, release
 
 ASK: dict[str, Any] = {"role": "user", "content": "q"}
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -110,6 +115,36 @@ def test_the_model_goes_on_with_the_last_message(client, mark):
     assert answer["content"][0]["text"].strip() == same.json()["choices"][0]["message"]["content"].strip()
     empty = [ASK, {"role": "assistant", "content": " "}]
     assert "has no text" in refusal(client, MESSAGES, messages=empty, **SHORT)
+
+
+def test_tasks_and_reminders_reach_the_encoder_that_knows_them(client, tmp_path):
+    """DeepSeek-V4's template; another has no place for them."""
+    tokenizer = loaded(release(tmp_path, "deepseek_v4"))
+    server: Any = SimpleNamespace(tokenizer=tokenizer, tool_format="deepseek_v4")
+
+    def prompt(*turns: dict[str, Any], **fields: Any) -> str:
+        ids = ChatPrompt(server, ChatBody.model_validate({"messages": [*turns], **fields}))()
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    reminder = {"role": "latest_reminder", "content": "May"}
+    assert (
+        prompt(reminder, ASK, task="query")
+        == f"{BOS}<\uff5clatest_reminder\uff5c>May{USER}q<\uff5cquery\uff5c>"
+    )
+    said = {"role": "assistant", "content": "a"}
+    assert prompt(ASK, said, task="title", thinking={"type": "disabled"}) == (
+        f"{BOS}{USER}q{ASSISTANT}</think>a{EOS}<\uff5ctitle\uff5c>"
+    )
+    assert prompt(ASK, reasoning_effort="max").startswith(f"{BOS}Reasoning Effort: Absolute maximum")
+    assert prompt(ASK, reasoning_effort="none") == f"{BOS}{USER}q{ASSISTANT}</think>"
+    for turns, fields, says in (
+        ([ASK], {"task": "query"}, "this model's chat template knows neither"),
+        ([reminder, ASK], {}, "this model's chat template knows neither"),
+        ([ASK, said], {"task": "query"}, "task: belongs to the user's message at the end"),
+        ([ASK], {"task": "title"}, "task: belongs to the user's message at the end"),
+        ([ASK], {"task": "sing"}, "task"),
+    ):
+        assert says in refusal(client, CHAT, messages=turns, **fields, **SHORT)
 
 
 THINKS = "assistant:<think>"

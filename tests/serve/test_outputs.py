@@ -18,6 +18,12 @@ from tests.text.tools.families import backend, compiled, vocabulary
 CASES: list[dict[str, Any]] = tomllib.loads(
     Path(families.__file__).with_name("outputs.toml").read_text(encoding="utf-8")
 )["case"]
+# V4 has another block, in which the same goes wrong.
+CASES += [
+    {**case, "format": "deepseek_v4", "output": case["output"].replace("function_ca", "tool_ca")}
+    for case in CASES
+    if case["format"] == "deepseek_v32"
+]
 SOME = {"properties": {"a": {}}}
 each = pytest.mark.parametrize("case", CASES, ids=[f"{c['format']}: {c['what']}" for c in CASES])
 

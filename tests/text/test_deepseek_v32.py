@@ -3,31 +3,15 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import RequestError
 from mtp_jax.text.bpe import ASSISTANT, BOS, EOS, USER
 from mtp_jax.text.tokenizer import Tokenizer
+from tests.text.helpers import CALLS, WEATHER, loaded, release, turn
 
 DSML = "\uff5cDSML\uff5c"
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-CALLS: list[dict[str, Any]] = [
-    {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'},
-    },
-    {"id": "2", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}},
-]
 CALLED = (
     f'\n\n<{DSML}function_calls>\n<{DSML}invoke name="weather">\n'
     f'<{DSML}parameter name="city" string="true">Rome</{DSML}parameter>\n'
@@ -40,24 +24,12 @@ RESULTS = "\n\n<function_results>\n<result>sun</result>\n<result>rain</result>\n
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A release: a tokenizer without a template, and a config.json that names the family."""
-    folder = tmp_path_factory.mktemp("release")
-    shutil.copy(demo_model() / "tokenizer.json", folder)
-    (folder / "config.json").write_text('{"model_type": "deepseek_v32"}', encoding="utf-8")
-    names = {"bos_token": BOS, "eos_token": EOS}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
-    return folder
+    return release(tmp_path_factory.mktemp("release"), "deepseek_v32")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    found = Tokenizer.from_dir(folder)
-    assert found is not None
-    return found
-
-
-def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
+    return loaded(folder)
 
 
 def test_turns_with_and_without_thought(tokenizer: Tokenizer) -> None:
@@ -116,11 +88,9 @@ def test_what_no_conversation_has(tokenizer: Tokenizer) -> None:
 def test_a_template_of_the_checkpoint_comes_first(folder: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(folder, tmp_path / "copy")
     (copied / "chat_template.jinja").write_text("own", encoding="utf-8")
-    own = Tokenizer.from_dir(copied)
-    assert own is not None
+    own = loaded(copied)
     assert own.apply_chat_template([turn("user", "a")]) == "own"
     (copied / "chat_template.jinja").unlink()
     (copied / "config.json").write_text('{"model_type": "deepseek_v3"}', encoding="utf-8")
-    other = Tokenizer.from_dir(copied)
-    assert other is not None
+    other = loaded(copied)
     assert not other.has_chat_template

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.errors import CheckpointError, RequestError
@@ -125,6 +125,8 @@ def test_special_ids(tokenizer: Tokenizer) -> None:
 def test_any_text_round_trips(text: str) -> None:
     ids = demo().encode(text, add_special_tokens=False)
     assert demo().decode(ids, skip_special_tokens=False) == text
+    added = demo().backend.get_added_tokens_decoder().values()
+    assume(not any(token.content in text for token in added if token.special))  # they are hidden
     assert demo().decode(demo().encode(text)) == text
 
 

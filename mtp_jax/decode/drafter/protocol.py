@@ -13,7 +13,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.mla import Form
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Taps
+from mtp_jax.model.trunk import STREAMS, Taps
 
 FINAL = -1
 """The number, among a drafter's features, of the hidden state after the final norm."""
@@ -96,7 +96,7 @@ class Drafter(Protocol):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The hidden states that ``observe`` needs: k: the residual stream after k layers; or FINAL."""
+        """The hidden states that ``observe`` needs: k: the residual stream after k layers; FINAL; STREAMS."""
         ...
 
     @property
@@ -130,10 +130,11 @@ class Drafter(Protocol):
 def taps_of(drafter: Drafter, layers: int) -> tuple[int, ...]:
     """The residual streams that the drafter observes. Raises ConfigError if a trunk has fewer."""
     wanted = drafter.features
-    if any(not FINAL <= number <= layers for number in wanted):
+    if any(not 0 <= number <= layers and number not in (FINAL, STREAMS) for number in wanted):
         raise ConfigError(
             f"features = {wanted} of {type(drafter).__name__}; a trunk of {layers} layers hands on its "
-            f"residual streams 0 to {layers}, and {FINAL}, the state after the final norm"
+            f"residual streams 0 to {layers}, {FINAL}, the state after the final norm, and {STREAMS}, all "
+            "streams behind the last layer"
         )
     return tuple(sorted({number for number in wanted if number != FINAL}))
 

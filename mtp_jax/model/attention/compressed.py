@@ -16,8 +16,6 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.mla_decode.fp8_rows import unpack
-from kernels_pallas.top_k.reference import top_k
 from mtp_jax.model import compressor, indexer
 from mtp_jax.model.attention.kind import Asked, Attended, Kind
 from mtp_jax.model.attention.pages import Write, by_scatter
@@ -31,6 +29,7 @@ from mtp_jax.model.cache import (
     Views,
     WholeCache,
     contained,
+    read_at,
     read_chosen,
     read_index,
     read_rows,
@@ -152,8 +151,7 @@ class Compressed(Kind):
         with jax.named_scope("attend"):
             at = span.start[:, None] - (c.window - 1) + jnp.arange(c.window - 1 + span.width)
             seen = (at >= view.visible.first[:, None]) & (at < (span.start + span.count)[:, None])
-            near = _unpacked(rows_at(raw.rows, view.page_table, jnp.where(seen, at, -1)), cfg, dtype)
-            near = jnp.where(seen[..., None], near, 0)
+            near = read_at(raw, view.page_table, jnp.where(seen, at, -1), dtype, cfg.row)
             far, chosen = None, None
             if isinstance(cache, CompressedCache):
                 far, chosen = self._far_in_pages(cfg, asked, cache, view, span)
@@ -183,7 +181,7 @@ class Compressed(Kind):
                 rows, visible = contained(made[0], cfg.row.keys), span.seen(w.ratio, made[0].shape[1])
                 if asked.index is not None and rows.shape[1] > c.topk:
                     scores = indexer.masked(indexer.scores(asked.index, made[1]), visible)
-                    chosen = top_k(scores, c.topk)
+                    chosen = indexer.best(scores, c.topk)
                     visible = indexer.chosen_mask(chosen, rows.shape[1])
                 far = partial(_shared, rows, visible)
             context = _mixed(cfg, asked.q.whole, w.sink, near, there, span, far)
@@ -238,7 +236,7 @@ class Compressed(Kind):
         if asked.index is not None and length > c.topk:
             with jax.named_scope("index"):
                 ended = jnp.max((span.start + span.count) // cache.ratio)
-                chosen = top_k(_scores(asked.index, entries, table, visible, ended), c.topk)
+                chosen = indexer.best(_scores(asked.index, entries, table, visible, ended), c.topk)
 
             def one_by_one(cut: Callable[[Array], Array]) -> Far:
                 own = cut(chosen)
@@ -288,12 +286,6 @@ def _compressors(a: CompressedAttention) -> tuple[Compressor, ...]:
 def _shared(rows: Float[Array, "B L h"], visible: Bool[Array, "B W L"], cut: Callable[[Array], Array]) -> Far:
     """Entries that are read for all tokens of a slot, and those of them that each token of a block sees."""
     return rows, cut(visible)
-
-
-def _unpacked(rows: Any, cfg: ModelConfig, dtype: Any) -> Float[Array, "B L h"]:
-    if not isinstance(rows, tuple):
-        return rows
-    return unpack(rows, cfg.row.e4m3, cfg.row.block).astype(dtype)
 
 
 def _before(

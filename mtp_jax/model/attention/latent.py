@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.top_k.reference import top_k
 from mtp_jax.model import indexer, mla
 from mtp_jax.model.attention.kind import Kind
 from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
@@ -72,4 +71,4 @@ class Latent(Kind):
 
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
         """The rows with the best of these scores."""
-        return top_k(found, count)
+        return indexer.best(found, count)

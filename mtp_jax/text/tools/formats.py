@@ -104,12 +104,32 @@ def as_written(text: str) -> str:
     return text.replace(GAP, "")
 
 
-_DSML = "\uff5cDSML\uff5c"  # full-width bars
+DSML = "\uff5cDSML\uff5c"
+"""The mark in each tag of DeepSeek's markup language, with full-width bars: a special token in releases."""
+
 _DS_CALL = "<\uff5ctool▁call▁begin\uff5c>"
 _DS_SEP = "<\uff5ctool▁sep\uff5c>"
 _DS_END = "<\uff5ctool▁call▁end\uff5c>"
 _DS_BLOCK = ("<\uff5ctool▁calls▁begin\uff5c>",)
 _DS_BLOCK_END = ("<\uff5ctool▁calls▁end\uff5c>",)
+
+
+def _dsml(block: str) -> Format:
+    """The format with the tags of DeepSeek's markup language. block: the tag around the calls."""
+    return Format(
+        f"<{DSML}invoke",
+        f' name="{NAME}">\n',
+        f"\n</{DSML}invoke>",
+        between="\n",
+        blocks=(f"<{DSML}{block}>",),
+        after_block="\n",
+        before_block_end="\n",
+        block_ends=(f"</{DSML}{block}>",),
+        parameter=Parameter(
+            f'<{DSML}parameter name="', f'" string="{STRING}">', f"</{DSML}parameter>", between="\n"
+        ),
+    )
+
 
 FORMATS = {
     "deepseek_v3": Format(
@@ -128,19 +148,8 @@ FORMATS = {
         blocks=_DS_BLOCK,
         block_ends=_DS_BLOCK_END,
     ),
-    "deepseek_v32": Format(
-        f"<{_DSML}invoke",
-        f' name="{NAME}">\n',
-        f"\n</{_DSML}invoke>",
-        between="\n",
-        blocks=(f"<{_DSML}function_calls>",),
-        after_block="\n",
-        before_block_end="\n",
-        block_ends=(f"</{_DSML}function_calls>",),
-        parameter=Parameter(
-            f'<{_DSML}parameter name="', f'" string="{STRING}">', f"</{_DSML}parameter>", between="\n"
-        ),
-    ),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
     "glm45": Format(
         "<tool_call>",
         f"{GAP}{NAME}\n",

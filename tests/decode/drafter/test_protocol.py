@@ -91,8 +91,8 @@ def test_a_match_is_a_chain_in_its_row():
 def test_streams_that_the_trunk_has_are_handed_on():
     for features in ((2, -1), (0,)):
         shapes(Recursive(NextNLayers(TINY, features=features)))
-    for features in ((3, -1), (-2,)):
-        with pytest.raises(ConfigError, match=rf"features = \({features[0]}.*of 2 layers.* 0 to 2, and -1"):
+    for features in ((3, -1), (-3,)):
+        with pytest.raises(ConfigError, match=rf"features = \({features[0]}.*of 2 layers.* 0 to 2, -1"):
             shapes(Recursive(NextNLayers(TINY, features=features)))
 
 

@@ -12,7 +12,7 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.text import render, tokenizer
 from mtp_jax.text.compile_grammar import without_tags
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, embedded
-from mtp_jax.text.tools.formats import FORMATS, Format
+from mtp_jax.text.tools.formats import DSML, FORMATS, Format
 from mtp_jax.text.tools.rules import Vocabulary
 
 EOS = 1
@@ -35,7 +35,7 @@ _VALUE = "{{ v | tojson(ensure_ascii=False) if v is not string else v }}"
 TEMPLATES = {
     "deepseek_v3": _v3("\n", "function<|tool▁sep|>", "\n```json\n", "\n```"),
     "deepseek_v31": _v3("", "", "<|tool▁sep|>", ""),
-    "deepseek_v32": tokenizer._TEMPLATES["deepseek_v32"].read_text(encoding="utf-8"),
+    **{name: path.read_text(encoding="utf-8") for name, path in tokenizer._TEMPLATES.items()},
     "glm45": (
         "{% for t in m.tool_calls %}\n{{ '\\n<tool_call>' + t.function.name }}\n"
         "{% for k, v in t.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>\n"
@@ -69,26 +69,26 @@ def rendered(name: str, calls: list[tuple[str, str]]) -> str:
         for i, (f, a) in enumerate(calls)
     ]
     source = TEMPLATES[name]
-    if name != "deepseek_v32":
+    if name not in tokenizer._TEMPLATES:
         source = "{% for m in messages %}{% if m.tool_calls %}" + source + "{% endif %}{% endfor %}"
     messages = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "", "tool_calls": functions},
     ]
-    answer = render._answer(_compiled, source, {"messages": messages, "bos_token": "", "eos_token": ""})
-    text = answer["text"]
-    return text.partition("</think>")[2] if name == "deepseek_v32" else text
+    variables = {"messages": messages, "thinking": False, "bos_token": "", "eos_token": ""}
+    text = render._answer(_compiled, source, variables)["text"]
+    return text.partition("</think>")[2] if name in tokenizer._TEMPLATES else text
 
 
 _compiled = functools.lru_cache(render._environment().from_string)
 
 
 def tags(form: Format) -> list[str]:
-    """The tags of a format, and of thoughts."""
+    """The tags of a format, and of thoughts; of DeepSeek's markup the releases have the mark alone."""
     texts = [form.head, form.end, *form.opens, *form.block_ends]
     if form.parameter:
         texts += [form.parameter.before_key, form.parameter.before_value, form.parameter.end]
-    found = {tag for text in texts for tag in re.findall(r"<[^<>\s{}]+>", text)}
+    found = {DSML if DSML in tag else tag for text in texts for tag in re.findall(r"<[^<>\s{}]+>", text)}
     return sorted(
         found - {"<|tool_call_section_begin|>", "<|tool_call_section_end|>"} | {"<think>", "</think>"}
     )

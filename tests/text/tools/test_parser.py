@@ -20,6 +20,9 @@ ONE = {
     "deepseek_v32": f'<{D}function_calls>\n<{D}invoke name="f">\n'
     f'<{D}parameter name="a" string="true">x<y</{D}parameter>\n'
     f'<{D}parameter name="n" string="false">2</{D}parameter>\n</{D}invoke>\n</{D}function_calls>',
+    "deepseek_v4": f'<{D}tool_calls>\n<{D}invoke name="f">\n'
+    f'<{D}parameter name="a" string="true">x<y</{D}parameter>\n'
+    f'<{D}parameter name="n" string="false">2</{D}parameter>\n</{D}invoke>\n</{D}tool_calls>',
     "gigachat3": '<|function_call|>{"name": "f", "arguments": {"a": "x<y", "n": 2}}',
     "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x<y</arg_value>\n"
     "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
@@ -110,7 +113,7 @@ def test_a_call_without_its_block(name):
         assert parse(name, list(other)) == parse(name, [ONE[name]])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm45", "glm47"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "glm45", "glm47"])
 def test_text_is_sent_as_it_is_written_and_cut_without_markup(name):
     value = 'a "b"\n' * 300
     whole = written(FORMATS[name], [("f", json.dumps({"path": "a.py", "text": value}))])

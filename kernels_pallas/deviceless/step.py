@@ -1,0 +1,186 @@
+"""Decode steps of DeepSeek-V3 on one GPU, predicted launch by launch, and predictions beside measured times.
+
+    python -m kernels_pallas.deviceless.step
+
+Nothing is compiled. Heads, widths and vocabulary may be split over GPUs: a step is then one GPU's part,
+without the collectives between them. The host is left out.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from kernels_pallas.checking.case import Case, Work
+from kernels_pallas.checking.measured import newest
+from kernels_pallas.checking.registry import cases
+from kernels_pallas.deviceless.prediction import BAND, NODE, START, apart, inside, kernel, launch, ratios
+from kernels_pallas.fp8_matmul import cases as fp8_matmul
+from kernels_pallas.fp8_matmul.api import choose_tile as choose_dense_tile
+from kernels_pallas.grouped_matmul import cases as grouped_matmul
+from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
+from kernels_pallas.grouped_matmul.layout import few
+from kernels_pallas.mla_decode import cases as mla_decode
+from kernels_pallas.quantised import whole_tiles
+from kernels_pallas.router import cases as router
+
+# DeepSeek-V3 (arXiv 2412.19437, section 4.2).
+HIDDEN, HEADS, Q_RANK, RANK, NOPE, ROPE = 7168, 128, 1536, 512, 128, 64
+CHOSEN, INNER, DENSE_INNER, VOCABULARY = 8, 2048, 18432, 129280
+# Bytes of a number.
+E4M3, BF16, F32 = 1, 2, 4
+
+Launches = Mapping[str, Case | Work]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One GPU's part of a step.
+
+    Attributes:
+        slots, window: slots, and tokens of each.
+        launches: launches of an MoE layer, as compiled (tests/kernels/step_budget.toml).
+        ways: GPUs over which heads, widths and vocabulary are split.
+        experts: routed experts, of each of which the GPU has its part.
+        layers, dense: layers of the trunk, and how many of them have no experts.
+        rows: cached rows of a slot.
+    """
+
+    slots: int
+    window: int
+    launches: int
+    ways: int = 8
+    experts: int = 256
+    layers: int = 61
+    dense: int = 3
+    rows: int = 4096
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.slots * self.window
+
+    def product(self, columns: int, terms: int) -> tuple[Case, int]:
+        """A linear layer in FP8, and the bytes of its result, all parts of K if its reader sums them."""
+        tile = choose_dense_tile(self.tokens, columns, terms)
+        case = fp8_matmul.case("", fp8_matmul.Shape(whole_tiles(self.tokens), columns, terms, tile))
+        return case, self.tokens * columns * (F32 * tile.splits if tile.splits > 1 else BF16)
+
+    def plain(self, columns: int, terms: int, size: int = BF16) -> Work:
+        """A product by XLA, of numbers of ``size`` bytes."""
+        moved = columns * terms + self.tokens * (columns + terms)
+        return Work(2 * self.tokens * columns * terms, size * moved, "bf16")
+
+    def moved(self, per_token: int, others: int = 0) -> Work:
+        """A launch that moves bytes, and next to nothing else."""
+        return Work(0, self.tokens * per_token + others, "bf16")
+
+    def attention(self) -> Launches:
+        """Launches of attention and of a layer's two norms."""
+        heads = HEADS // self.ways
+        q_a, queries = self.product(Q_RANK, HIDDEN)
+        kv_a, rows = self.product(RANK + ROPE, HIDDEN)
+        o, out = self.product(HIDDEN, heads * NOPE)
+        decode = mla_decode.case("", mla_decode.Shape(heads, self.window, (self.rows,) * self.slots))
+        normed, expansion = HIDDEN * (2 * BF16 + E4M3), self.plain(heads * RANK, NOPE)
+        return {
+            "norm": self.moved(2 * BF16 * HIDDEN + normed),
+            "q_a": q_a,
+            "kv_a": kv_a,
+            "low ranks": self.moved(E4M3 * Q_RANK + BF16 * (RANK + ROPE), queries + rows),
+            "q_b": self.product(heads * (NOPE + ROPE), Q_RANK)[0],
+            "rotation": self.moved(2 * BF16 * heads * ROPE),
+            "absorption": expansion,
+            "mla_decode": decode,
+            "values": expansion,
+            "quantise": self.moved((BF16 + E4M3) * heads * NOPE),
+            "o": o,
+            "norm of the MLP": self.moved(BF16 * HIDDEN + normed, out),
+        }
+
+    def mlp(self, inner: int) -> Launches:
+        """Launches of a dense MLP."""
+        rows, columns = whole_tiles(self.tokens), inner // self.ways
+        tile = choose_gated_tile(self.tokens, 1, columns, HIDDEN)
+        gated = fp8_matmul.case("", fp8_matmul.Shape(rows, columns, HIDDEN, tile, gated=True))
+        return {"dense gate and up": gated, "dense down": self.product(HIDDEN, columns)[0]}
+
+    def moe(self) -> Launches:
+        """Launches of the experts, the shared one included. Each token chooses evenly, and for itself."""
+        ids, inner = self.tokens * CHOSEN, INNER // self.ways
+        each, laid = -(-ids // self.experts), few(self.tokens)
+        rows, own = (each,) * self.experts, (0, self.experts) if laid else None
+        if laid:  # each expert that is chosen multiplies the rows of all tokens
+            rows = (self.tokens,) * round(self.experts * (1 - (1 - CHOSEN / self.experts) ** self.tokens))
+        gated = choose_gated_tile(each, min(ids, self.experts), inner, HIDDEN)
+        up = grouped_matmul.Shape(rows, inner, HIDDEN, True, gated, shared=laid)
+        down = grouped_matmul.Shape(rows, HIDDEN, inner, False, choose_tile(each, HIDDEN), shared=laid)
+        return {
+            "logits": self.plain(self.experts, HIDDEN, F32),
+            "router": router.case("", router.Shape(self.tokens, self.experts, router.DEEPSEEK_V3, own=own)),
+            "gate and up": grouped_matmul.case("", up),
+            "down": grouped_matmul.case("", down),
+            "weighing": self.moved(BF16 * HIDDEN * (CHOSEN + 1)),
+            **self.mlp(INNER),
+            **({} if laid else {"rows": self.moved(2 * E4M3 * CHOSEN * HIDDEN)}),
+        }
+
+    def layer(self, card: str) -> dict[str, float]:
+        """Seconds of an MoE layer's launches; launches beside the named ones are short and take a start."""
+        found = seconds({**self.attention(), **self.moe()}, card)
+        return found | {"others": (self.launches - len(found)) * START, "nodes": self.launches * NODE}
+
+    def seconds(self, card: str) -> float:
+        """Predicted seconds: the trunk and the head, and for each draft NextN and the head again."""
+
+        def head(step: Step) -> float:
+            return total({"head": step.plain(VOCABULARY // self.ways, HIDDEN)})
+
+        def total(launches: Launches) -> float:
+            return sum(seconds(launches, card).values())
+
+        draft = replace(self, window=1)
+        drafting = (
+            total({"merge": draft.plain(HIDDEN, 2 * HIDDEN)}) + sum(draft.layer(card).values()) + head(draft)
+        )
+        trunk = (self.layers - self.dense) * sum(self.layer(card).values())
+        trunk += self.dense * total({**self.attention(), **self.mlp(DENSE_INNER)})
+        return trunk + head(self) + (self.window - 1) * drafting
+
+
+def seconds(launches: Launches, card: str) -> dict[str, float]:
+    """Seconds of each launch on a card."""
+    return {
+        name: kernel(x, card) if isinstance(x, Case) else launch(x, None, card)
+        for name, x in launches.items()
+    }
+
+
+# Models of docs/kernels.md, and the part of DeepSeek-V3 that one of eight GPUs has at 128 slots.
+STEPS = {
+    "share, 1 slot, window 1": Step(1, 1, launches=22, experts=128),
+    "share, 1 slot, window 4": Step(1, 4, launches=24, experts=128),
+    "one of 8 GPUs, 128 slots, window 4": Step(128, 4, launches=23),
+    "wide, 128 slots, window 4": Step(128, 4, launches=23, ways=1, layers=5, dense=1),
+}
+
+
+def lines() -> Iterator[str]:
+    """The report: predictions over measured times, and predicted steps."""
+    found = ratios(cases())
+    for name, ratio in found.items():
+        yield f"{name:48} predicted / measured {ratio:.2f}{'' if inside(ratio) else ' OUTSIDE'}"
+    near = sum(map(inside, found.values()))
+    yield (
+        f"{near} of {len(found)} cases within a factor of {BAND} of their measured times, "
+        f"in the median a factor of {apart(found):.2f}"
+    )
+    for name, step in STEPS.items():
+        layer, run = sum(step.layer("H200").values()), newest(name)
+        yield (
+            f"PREDICTED for an H200: {name}: kernels of a step {step.seconds('H200') * 1e3:.1f} ms, "
+            f"a layer of {step.launches} launches {layer * 1e6:.0f} us"
+            + (f"; measured {run.steps[name] / 1e3:g} ms, {run.card}" if run else "")
+        )
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))
