@@ -5,7 +5,7 @@ from numpy.typing import ArrayLike
 
 
 def pairs(values: ArrayLike) -> np.ndarray:
-    """The two values of each byte, float32 [256, 2], the low four bits first. values: the value of each code."""
+    """The two values of each byte, float32 [256, 2], the low four bits first, from the value of each code."""
     table = np.asarray(values, np.float32)
     codes = np.arange(256)
     return np.stack([table[codes & 15], table[codes >> 4]], axis=-1)

@@ -1,5 +1,7 @@
 """DeepSeek-V4's checkpoints: every tensor accounted for, and the drafter told from its tensors."""
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.checkpoint import Loaded, load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
-from tests.checkpoint.files import assert_same, edit_json, edit_tensors
-from tests.v4 import DSPARK, Arrays, v4_config, v4_tensors, write_v4
+from mtp_jax.model.spec import leaves
+from tests.checkpoint.files import assert_same, edit_json, edit_tensors, read_folder
+from tests.v4 import DSPARK, QUANTISATION, Arrays, v4_config, v4_tensors, write_v4
 
 TABLE = "layers.0.ffn.gate.tid2eid"
 
@@ -209,3 +213,54 @@ def test_a_table_names_an_expert_that_is_not_there(tmp_path: Path, expert: int):
     assert f"{TABLE} gives token 5 expert {expert}; expected 0 to 3 (n_routed_experts = 4)" in str(
         error.value
     )
+
+
+PRO = v4_config(
+    **{"hidden_size": 7168, "head_dim": 512, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 1024},
+    **{"moe_intermediate_size": 3072, "n_routed_experts": 384, "num_attention_heads": 128},
+    **{"num_experts_per_tok": 6, "num_hidden_layers": 61, "num_hash_layers": 3, "o_groups": 16},
+    **{"o_lora_rank": 1024, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "sliding_window": 128},
+    **{"vocab_size": 129280, "compress_ratios": [128, *(128, 4) * 30, 0], "torch_dtype": "bfloat16"},
+    **{"quantization_config": QUANTISATION, "expert_dtype": "fp4"},
+)
+
+
+def test_bytes_of_the_release(tmp_path: Path):
+    """V4-Pro has 1.6 T parameters, 49 B of them active, and takes in memory the bytes of its files."""
+    (tmp_path / "config.json").write_text(json.dumps(PRO))
+    summary = summarise(tmp_path)
+    assert round(summary.parameters / 1e12, 1) == 1.6
+    assert int(summary.active_parameters / 1e9) == 49
+    stored = 0
+    for spec in leaves(param_specs(summary.config)):
+        name = str(spec_names(spec).flat[0])
+        if ".ffn.experts." in name:
+            stored += spec.size // 2 + spec.size // 32
+        elif spec.projects:
+            stored += spec.size + math.prod(-(-n // 128) for n in spec.tensor_shape)
+        elif spec.ids:
+            stored += 8 * spec.size
+        else:
+            single = "hc_" in name or name.endswith((".attn_sink", ".ape", ".gate.bias"))
+            stored += (4 if single else 2) * spec.size
+    assert stored < summary.weight_bytes["fp4 and fp8"] < 1.01 * stored
+    assert summary.weight_bytes["fp4 and fp8"] < summary.weight_bytes["bfloat16"] / 3.5
+
+
+def test_a_summary_of_tensors(plain: Path, dspark: Path, tmp_path: Path):
+    fp4 = tmp_path / "fp4"
+    write_v4(fp4, small(), v4_tensors(small()), fp4=True)
+    summary, whole = summarise(fp4), summarise(plain)
+    assert (summary.architecture, summary.nextn_layout, summary.stages) == ("deepseek_v4", "in place", 0)
+    assert summary.parameters == whole.parameters
+    assert summary.stored_bytes == sum(len(t.data) for t in read_folder(fp4).values())
+    assert {"I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"} == summary.stored.keys()
+    kept = load(fp4, narrow="keep", dtype="bfloat16").params
+    assert summary.weight_bytes["fp4 and fp8"] == nbytes(kept)
+    assert summary.weight_bytes["float32"] == nbytes(load(fp4, narrow="dequantise").params)
+    assert summary.weight_bytes_on_cpu == nbytes(load(fp4, narrow="keep").params)
+    text = "the last 16 tokens; 1 layers add 6 entries of 4 tokens, 1 layers all entries of 128"
+    assert text in summary.text()
+    trunk = summarise(dspark)
+    assert (trunk.stages, trunk.nextn_layout, trunk.parameters) == (3, None, whole.parameters)
+    assert "none; 3 DSpark stages, which are not supported, are not read" in trunk.text()
