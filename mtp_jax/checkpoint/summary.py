@@ -25,6 +25,7 @@ from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.cache_bytes import token_bytes
 from mtp_jax.model.config import CompressedConfig, ModelConfig
 from mtp_jax.model.head_config import Captures, Head, head_of
 from mtp_jax.model.params import type_of
@@ -253,9 +254,9 @@ def _summary(
     total, active, nextn = parameter_counts(cfg)
     layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
 
-    def of_head(dtype: str) -> int:
+    def of_head(dtype: str) -> float:
         sizes = (head := head_of(cfg)) and head.sizes
-        return sum(sizes.cache_bytes(i, dtype) for i in range(sizes.num_hidden_layers)) if sizes else 0
+        return sum(token_bytes(sizes, i, dtype) for i in range(sizes.num_hidden_layers)) if sizes else 0
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
@@ -278,7 +279,7 @@ def _summary(
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={
-            dtype: sum(cfg.cache_bytes(i, dtype) for i in range(layers)) + of_head(dtype)
+            dtype: math.ceil(sum(token_bytes(cfg, i, dtype) for i in range(layers)) + of_head(dtype))
             for dtype in (*type_of, "fp8")
         },
         unread=unread or {},

@@ -96,7 +96,7 @@ def fitted(config: EngineConfig, base: Deployment) -> EngineConfig:
     d = replace(base, requests=1, context=config.max_model_len, depth=config.num_speculative_tokens)
     if why := misfit(d):
         raise ConfigError(f"{'with' if d.depth else 'without'} drafts {why}")
-    held = memory(d).tokens // d.data // config.page_size
+    held = memory(d).beside(config.max_num_seqs // d.data) // config.page_size
     return replace(config, num_pages=min(held, config.pages_per_shard(d.data)))
 
 

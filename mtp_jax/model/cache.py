@@ -1,5 +1,6 @@
 """A layer's cache, paged or whole: its contents, and the places where a pass reads and writes."""
 
+import math
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -115,14 +116,14 @@ def empty_cache(
 
     ``fp8`` ignores ``dtype``.
     """
-    index = cfg.indexer.dim if cfg.indexer and cfg.indexes(layer) else None
+    index = 0 if cfg.compressed else cfg.index_dim(layer)
     return _zeros(pages, page_size, cfg.row, index, None if fp8 else dtype)
 
 
-def _zeros(pages: int, page_size: int, row: RowFormat, index: int | None, dtype: Any) -> LayerCache:
-    """index: width of index keys. dtype: None: FP8 rows."""
+def _zeros(pages: int, page_size: int, row: RowFormat, index: int, dtype: Any) -> LayerCache:
+    """index: width of index keys, or 0. dtype: None: FP8 rows."""
     rows = jnp.zeros((pages, page_size, row.width), jnp.float32 if dtype is None else dtype)
-    keys = None if index is None else jnp.zeros((pages, page_size, index), rows.dtype)
+    keys = jnp.zeros((pages, page_size, index), rows.dtype) if index else None
     if dtype is not None:
         return LayerCache(rows, keys)
     packed = pack(rows, row.e4m3, row.block)
@@ -138,14 +139,12 @@ def empty_compressed(
     """
     c, count, page_size = cfg.compressed, len(jax.tree.leaves(pages.rows)[0]), pages.page_size
     assert c is not None, "a layer with entries has compressed attention"
-    ratio, index = c.ratio(layer), c.index_dim if cfg.indexes(layer) else None
-    over, channels = c.overlap(ratio), 2 * (c.head_dim + (index or 0))
+    ratio = c.ratio(layer)
     dtype = None if isinstance(pages.rows, tuple) else pages.rows.dtype
-    boundary = jnp.zeros((count, 1, over * channels), jnp.float32) if over else None
-    # A step reads the inputs that an entry may need, while later places hold inputs of rejected tokens.
-    length = ratio + over - 1 + window - 1
-    recent = jnp.zeros((slots, length, channels * (2 if over else 1)), jnp.float32)
-    entries = _zeros(count, page_size // ratio, cfg.row, index, dtype)
+    over = math.prod(c.boundary(ratio))
+    boundary = jnp.zeros((count, 1, over), jnp.float32) if over else None
+    recent = jnp.zeros((slots, *c.recent(ratio, window)), jnp.float32)
+    entries = _zeros(count, page_size // ratio, cfg.row, cfg.index_dim(layer), dtype)
     return CompressedCache(pages, entries, boundary, recent)
 
 

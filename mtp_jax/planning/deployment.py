@@ -1,9 +1,11 @@
 """A model on some GPUs, with its load; deployments that cannot be estimated are refused."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.cache_bytes import slot_bytes, token_bytes
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.fit import IMBALANCE, MEMORY_FRACTION
 from mtp_jax.planning.hardware import Gpu, Rate
@@ -84,7 +86,12 @@ class Deployment:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a cached token."""
-        return sum(self.cfg.cache_bytes(i, self.cache) for i in self.layers)
+        return math.ceil(sum(token_bytes(self.cfg, i, self.cache) for i in self.layers))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot beside its cached tokens."""
+        return sum(slot_bytes(self.cfg, i, self.depth + 1) for i in self.layers)
 
 
 def hosts_for(gpu: Gpu, gpus: int) -> int:
@@ -136,6 +143,7 @@ def _check(d: Deployment) -> None:
     )
     split = {"num_attention_heads": c.num_attention_heads, "intermediate_size": c.intermediate_size}
     split |= {"moe_intermediate_size": c.moe_intermediate_size, "vocab_size": c.vocab_size}
+    split |= {"o_groups": c.compressed.groups} if c.compressed else {}
     for name, size in split.items():
         need(
             size % d.model == 0,
