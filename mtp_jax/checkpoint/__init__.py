@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from jax.sharding import Mesh
 
-from mtp_jax.checkpoint.formats import STORED
+from mtp_jax.checkpoint.formats import FOUR_BITS, STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
@@ -52,11 +52,12 @@ def load(
         draft_model: a folder with the NextN layers (in place, lmsys NextN or xLLM export) or with a draft
             head. None: the layers of ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
-        narrow: "keep": weights in FP8 or int4, and for float32 weights in bfloat16, stay so in memory
+        narrow: "keep": weights in FP8, FP4 or int4, and for float32 weights in bfloat16, stay so in memory
             (``model.narrow``); "dequantise": they become ``dtype``; "multiplied": weights stay that the
             device multiplies best as they are, FP8 for bfloat16 on a Hopper GPU, FP8 and bfloat16 for float32
-            on a CPU without a mesh, and int4, which is a quarter of bfloat16's bytes, everywhere; None: so,
-            but on a CPU only int4, as arrays are easier to work with. An Orbax folder holds none.
+            on a CPU without a mesh, and FP4 and int4, which are a quarter of bfloat16's bytes, everywhere;
+            None: so, but on a CPU only FP4 and int4, as arrays are easier to work with. An Orbax folder holds
+            none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: number of NextN layers to load; None for all.
         draft_captures: whether a head's list of taps counts "outputs" of the trunk's layers or "inputs";
@@ -77,7 +78,7 @@ def load(
     elif narrow != "keep":
         on_gpu = dtype == "bfloat16" and is_hopper()
         on_cpu = narrow == "multiplied" and dtype == "float32" and platform() == "cpu" and mesh is None
-        keep = keep if on_gpu or on_cpu else {"int4"}
+        keep = keep if on_gpu or on_cpu else FOUR_BITS
     if not is_orbax(model_dir):
         return load_folder(
             model_dir,

@@ -3,6 +3,8 @@
 * in place: ``model.layers.{L + k}.*``, beside the trunk's layers or alone;
 * lmsys NextN (SGLang's export): ``model.layers.{k}.*``;
 * xLLM export: the block under ``model.layers.0.*``, the rest (enorm, ...) directly under ``model.*``.
+
+DeepSeek-V4 has its draft layers in place alone, as ``mtp.{k}.*`` (``mtp``).
 """
 
 import re
@@ -10,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from mtp_jax.checkpoint import mtp
 from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
+from mtp_jax.checkpoint.formats import by_tensors
 from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -27,7 +31,7 @@ _XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_to
 FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
     "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
-    "int4_group", "drafter",
+    "fp4", "int4_group", "drafter",
 }  # fmt: skip
 
 
@@ -37,7 +41,7 @@ class Draft:
 
     Attributes:
         folder: the folder with the NextN layers or the head.
-        layout: IN_PLACE, LMSYS or XLLM; of a head its kind.
+        layout: IN_PLACE, LMSYS or XLLM; of a head its kind; ``mtp.STAGES`` of DSpark stages.
         tensors: their tensors under the names of the release, of a head under the names of ``specs``.
         config: the configuration in this folder's config.json, which says how these weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
@@ -58,6 +62,14 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def nextn_of(cfg: ModelConfig, name: str) -> int | None:
+    """Number of the NextN layer that a tensor of the release belongs to, None outside these layers."""
+    if cfg.compressed:
+        return mtp.layer_of(name)
+    layer = layer_of(name)
+    return None if layer is None or layer < cfg.num_hidden_layers else layer - cfg.num_hidden_layers
+
+
 def nextn_layers(names: Iterable[str]) -> list[int]:
     """Numbers of the layers with tensors of a NextN layer alone; -1 for such tensors outside the layers."""
     matches = (_ONLY_NEXTN.fullmatch(n) for n in names)
@@ -65,10 +77,13 @@ def nextn_layers(names: Iterable[str]) -> list[int]:
 
 
 def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
-    """The NextN layers of a model's own folder; none if it has none.
+    """The draft layers of a model's own folder; none if it has none.
 
-    Raises CheckpointError if they do not follow the trunk's layers.
+    Raises CheckpointError if they do not follow the trunk's layers, or are of two kinds.
     """
+    if cfg.compressed:
+        layout, tensors = mtp.layers(folder)
+        return Draft(folder.path, layout or IN_PLACE, tensors, cfg)
     layers = nextn_layers(folder.tensors)
     first = cfg.num_hidden_layers
     others = {layer_of(n) for n in folder.tensors} - {None, *layers}
@@ -111,7 +126,7 @@ def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = N
         raise ConfigError(f"{folder.path}: {e}") from e
     if captures is not None:
         raise ConfigError(f"draft_captures = {captures!r}, but {path} has NextN layers, which read no taps")
-    own = ModelConfig.from_file(folder.path / "config.json")
+    own = by_tensors(ModelConfig.from_file(folder.path / "config.json"), folder.tensors)
     pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [
         f"{name} is {mine!r}, the model's is {trunks!r}"
@@ -121,6 +136,12 @@ def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = N
     if differing:
         raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")
     first, layers = cfg.num_hidden_layers, nextn_layers(folder.tensors)
+    if cfg.compressed:
+        draft = replace(in_place(folder, cfg), config=own)
+        if draft.layout == mtp.STAGES or not draft.tensors:
+            got = mtp.STAGES if draft.tensors else "no tensor of mtp.*"
+            raise CheckpointError(f"{folder.path} has {got}; expected MTP layers, mtp.0.enorm.weight")
+        return draft
     if layers[:1] == [first]:
         return replace(in_place(folder, cfg), config=own)
     if layers == [-1]:

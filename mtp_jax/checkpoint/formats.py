@@ -1,19 +1,19 @@
 """Storage of weights in files: as plain arrays, or in one of ``FORMATS``, narrower than computation."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
-from mtp_jax.checkpoint import fp8, int4
+from mtp_jax.checkpoint import fp4, fp8, int4
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
-from mtp_jax.model.narrow import Bf16, Fp8, Int4, Narrow
-from mtp_jax.model.spec import Spec, columns_spec, scale_spec
+from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK, INT4_PER_WORD
+from mtp_jax.model.narrow import MOST_UE8M0, Bf16, Fp4, Fp8, Int4, Narrow
+from mtp_jax.model.spec import Spec, columns_spec, scale_name, scale_spec
 
 PLAIN = ("F32", "BF16", "F16")
 IDS = ("I64", "I32")
@@ -26,13 +26,13 @@ class Part:
     """One of the tensors that together store a weight.
 
     Attributes:
-        suffix: the end of its name, after the weight's.
+        name: its name.
         dtypes: its allowed dtypes, in safetensors' words.
         shape: its shape.
         why: the source of its shape, for errors.
     """
 
-    suffix: str
+    name: str
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
     why: str
@@ -97,8 +97,8 @@ class Format(Stored, Protocol):
         """Whether config.json announces such weights."""
         ...
 
-    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
-        """The tensors that a weight of this shape consists of."""
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The tensors that a weight of this name and shape consists of."""
         ...
 
     def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
@@ -143,30 +143,30 @@ class _InFp8:
     def holds(self, tensors: Tensors, name: str) -> bool:
         return name in tensors and tensors[name].dtype == "F8_E4M3"
 
-    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         why = f": one scale per 128x128 block of {list(shape)}"
+        scales = fp8.SCALES_V4 if cfg.compressed else fp8.SCALES
         return (
-            Part("", ("F8_E4M3",), shape, " from config.json"),
-            Part(fp8.SCALE_SUFFIX, fp8.SCALES, fp8.scale_shape(shape), why),
+            Part(name, ("F8_E4M3",), shape, " from config.json"),
+            Part(scale_name(name), scales, fp8.scale_shape(shape), why),
         )
 
     def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
         return None
 
     def check(self, tensors: Tensors, name: str) -> None:
-        _check_finite(tensors[name + fp8.SCALE_SUFFIX])
+        _check_finite(tensors[scale_name(name)])
 
     def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
         blocks = fp8.blocks(rows)
-        scale = tensors[name + fp8.SCALE_SUFFIX].array(blocks).astype(np.float32)
+        scale = tensors[scale_name(name)].array(blocks).astype(np.float32)
         fp8.dequantise(tensors[name].array(rows), scale, rows.start % FP8_BLOCK, columns, out)
 
     def can_stay(self, spec: Spec) -> bool:
         return spec.rows is None
 
     def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
-        scale = scale_spec(spec, fp8.SCALE_SUFFIX)
-        return Kept(spec, DTYPES["F8_E4M3"]), Kept(scale, DTYPES["F32"])
+        return Kept(spec, DTYPES["F8_E4M3"]), Kept(scale_spec(spec), DTYPES["F32"])
 
     def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
         return FP8_BLOCK, FP8_BLOCK
@@ -184,13 +184,13 @@ class _InInt4:
     def holds(self, tensors: Tensors, name: str) -> bool:
         return name + int4.PACKED in tensors
 
-    def parts(self, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         (rows, inputs), group = shape, cfg.int4_group or 1
         of, words, groups = list(shape), inputs // INT4_PER_WORD, inputs // group
         return (
-            Part(int4.PACKED, ("I32",), (rows, words), f": eight values a word of {of}"),
-            Part(int4.SCALE, PLAIN, (rows, groups), f": one scale per {group} inputs of {of}"),
-            Part(int4.SHAPE, ("I64", "I32"), (2,), ": the shape of the weight"),
+            Part(name + int4.PACKED, ("I32",), (rows, words), f": eight values a word of {of}"),
+            Part(name + int4.SCALE, PLAIN, (rows, groups), f": one scale per {group} inputs of {of}"),
+            Part(name + int4.SHAPE, ("I64", "I32"), (2,), ": the shape of the weight"),
         )
 
     def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
@@ -222,19 +222,84 @@ class _InInt4:
     def declared(self, spec: Spec, group: int, kind: np.dtype) -> tuple[Kept, ...]:
         """``arrays`` without tensors, from the size of groups that config.json gives."""
         inputs = spec.tensor_shape[1]
-        words = columns_spec(spec, int4.PACKED, inputs // INT4_PER_WORD)
-        return Kept(words, DTYPES["I32"]), Kept(columns_spec(spec, int4.SCALE, inputs // group), kind)
+        words = columns_spec(spec, _ending(int4.PACKED), inputs // INT4_PER_WORD)
+        scales = columns_spec(spec, _ending(int4.SCALE), inputs // group)
+        return Kept(words, DTYPES["I32"]), Kept(scales, kind)
 
     def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
         words, scale = tensors[name + int4.PACKED], tensors[name + int4.SCALE]
         return 1, math.lcm(INT4_PER_WORD, words.shape[1] * INT4_PER_WORD // scale.shape[1])
 
 
-FP8, INT4, BF16 = _InFp8(), _InInt4(), _InBf16()
-FORMATS: tuple[Format, ...] = (FP8, INT4)
+class _InFp4:
+    """e2m1 with a power of two per 32 inputs. Arrays in memory have the bytes of files."""
+
+    name, kept = "fp4", Fp4
+    mark = "has dtype I8"
+
+    def announced(self, cfg: ModelConfig) -> bool:
+        return cfg.fp4
+
+    def holds(self, tensors: Tensors, name: str) -> bool:
+        return name in tensors and tensors[name].dtype == "I8"
+
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        (rows, inputs), of = shape, list(shape)
+        groups = inputs // FP4_GROUP
+        return (
+            Part(name, ("I8",), (rows, inputs // 2), f": two values a byte of {of}"),
+            Part(
+                scale_name(name), ("F8_E8M0",), (rows, groups), f": one scale per {FP4_GROUP} inputs of {of}"
+            ),
+        )
+
+    def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
+        if shape[1] % FP4_GROUP == 0:
+            return None
+        return f"{shape[1]} inputs are no multiple of {FP4_GROUP}, which share a scale"
+
+    def check(self, tensors: Tensors, name: str) -> None:
+        scale = tensors[scale_name(name)]
+        if scale.array().view(np.uint8).max(initial=0) > MOST_UE8M0:
+            raise CheckpointError(
+                f"{scale} has NaN, or scales above 2^{MOST_UE8M0 - 127}; expected smaller ones: the file is "
+                "damaged"
+            )
+
+    def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
+        codes, scale = tensors[name].array(rows), tensors[scale_name(name)].array(rows)
+        fp4.dequantise(codes, scale, columns, out)
+
+    def can_stay(self, spec: Spec) -> bool:
+        return spec.rows is None and spec.shape[-2:] == spec.tensor_shape
+
+    def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
+        inputs = spec.tensor_shape[1]
+        codes = columns_spec(spec, str, inputs // 2)
+        scales = columns_spec(spec, scale_name, inputs // FP4_GROUP)
+        return Kept(codes, DTYPES["U8"]), Kept(scales, DTYPES["U8"])
+
+    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+        return 1, FP4_GROUP
+
+
+FP8, INT4, FP4, BF16 = _InFp8(), _InInt4(), _InFp4(), _InBf16()
+FORMATS: tuple[Format, ...] = (FP8, INT4, FP4)
 STORED: tuple[Stored, ...] = (*FORMATS, BF16)
-# Suffixes of all tensors that may belong to a weight.
-SUFFIXES = ("", fp8.SCALE_SUFFIX, int4.PACKED, int4.SCALE, int4.SHAPE)
+# A quarter of bfloat16's bytes: they stay so in memory on every device.
+FOUR_BITS = frozenset((INT4.name, FP4.name))
+
+
+def tensors_of(name: str) -> tuple[str, ...]:
+    """Names of all tensors that may belong to a weight."""
+    return name, scale_name(name), name + int4.PACKED, name + int4.SCALE, name + int4.SHAPE
+
+
+def by_tensors(cfg: ModelConfig, tensors: Tensors) -> ModelConfig:
+    """A config whose files decide whether experts are in FP4, where it announces narrow weights."""
+    if not cfg.compressed or not (cfg.fp8 or cfg.fp4):
+        return cfg
+    return replace(cfg, fp4=any(t.dtype == "I8" for t in tensors.values()))
 
 
 def format_of(tensors: Tensors, name: str) -> Format | None:
@@ -259,8 +324,12 @@ def names_of(formats: Iterable[Format]) -> str:
     return " and ".join(sorted(f.name for f in formats))
 
 
+def _ending(suffix: str) -> Callable[[str], str]:
+    return lambda name: name + suffix
+
+
 def _check_finite(scale: Tensor) -> None:
-    if not np.isfinite(scale.array()).all():
+    if not np.isfinite(scale.array().astype(np.float32)).all():
         raise CheckpointError(
             f"{scale} has NaN or infinite scales; expected finite ones: the file is damaged"
         )

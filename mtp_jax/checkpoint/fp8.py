@@ -2,15 +2,16 @@
 
 Blocks at the edge are partial: a [576, 7168] weight has a [5, 56] scale. The scale's tensor is called
 ``weight_scale_inv``, but weights are multiplied with it. Releases have it in float32, and some tools write it
-in bfloat16, which float32 represents exactly.
+in bfloat16; DeepSeek-V4's is called ``scale`` and is in ue8m0. float32 represents both exactly.
 """
 
 import numpy as np
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 
-SCALE_SUFFIX = "_scale_inv"
-SCALES = ("F32", "BF16")  # dtypes of scales, in safetensors' words
+# Dtypes of scales, in safetensors' words.
+SCALES = ("F32", "BF16")
+SCALES_V4 = ("F8_E8M0", *SCALES)
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,29 +7,21 @@ There is no ``X.weight``.
 
 import numpy as np
 
-from mtp_jax.model.hf_quantization import INT4_PER_WORD
+from mtp_jax.checkpoint import four_bits
 
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 
-# The two int4 values of each byte, low bits first, as words are little-endian in files.
-_PAIRS = np.array([[(byte & 15) - 8, (byte >> 4) - 8] for byte in range(256)], np.float32)
+_PAIRS = four_bits.pairs(np.arange(-8, 8))
 
 
 def dequantise(words: np.ndarray, scale: np.ndarray, columns: range, out: np.ndarray) -> None:
-    """Write ``value * scale of its group`` for some rows of a weight into ``out``.
-
-    Products are float32, and rounded to the dtype of ``out`` once.
+    """Write some rows of a weight into ``out``, see ``four_bits.dequantise``.
 
     Args:
-        words: int32 [rows, i / 8].
+        words: int32 [rows, i / 8]. Words are little-endian in files.
         scale: bfloat16, float16 or float32 [rows, i / group].
         columns: range of columns to write, within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
     """
-    group = words.shape[1] * INT4_PER_WORD // scale.shape[1]
-    first, last = columns.start // INT4_PER_WORD, -(-columns.stop // INT4_PER_WORD)
-    packed = np.ascontiguousarray(words[:, first:last])
-    values = _PAIRS[packed.view(np.uint8)].reshape(len(words), packed.shape[1] * INT4_PER_WORD)
-    skipped = columns.start - first * INT4_PER_WORD
-    of_column = np.arange(columns.start, columns.stop) // group
-    out[...] = values[:, skipped : skipped + len(columns)] * scale.astype(np.float32)[:, of_column]
+    packed = np.ascontiguousarray(words).view(np.uint8)
+    four_bits.dequantise(packed, scale.astype(np.float32), columns, out, _PAIRS)

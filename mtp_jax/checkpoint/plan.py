@@ -1,23 +1,34 @@
 """The plan of a load: each expected tensor found, each found tensor accounted for. Reads headers only."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mtp_jax.checkpoint.draft import Draft, in_place, layer_of, nextn_layers, open_draft
+from mtp_jax.checkpoint.draft import Draft, in_place, nextn_layers, nextn_of, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
-from mtp_jax.checkpoint.formats import FORMATS, IDS, PLAIN, SUFFIXES, Format, format_of, spec_names
+from mtp_jax.checkpoint.formats import (
+    FORMATS,
+    IDS,
+    PLAIN,
+    Format,
+    by_tensors,
+    format_of,
+    spec_names,
+    tensors_of,
+)
+from mtp_jax.checkpoint.mtp import STAGES
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import Captures, head_of
 from mtp_jax.model.head_specs import DRAFT_HEAD
 from mtp_jax.model.spec import leaves, may_be_narrow
-from mtp_jax.model.specs import Params, param_specs
+from mtp_jax.model.specs import Params, nextn_copies, nextn_name, param_specs, trunk_names
 
+_MOST_HINTS = 5
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
-HEAD, HEAD_EMBED = "lm_head.weight", f"{DRAFT_HEAD}.embed_tokens.weight"
+HEAD_EMBED = f"{DRAFT_HEAD}.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class LoadPlan:
         layout: layout of the NextN layers or of the head, None without any.
         files: the safetensors files that are read.
         unread: tensors of other parts of a multimodal model, which are not read.
+        stages: number of DSpark stages that are left out.
     """
 
     config: ModelConfig
@@ -41,11 +53,11 @@ class LoadPlan:
     layout: str | None
     files: tuple[Path, ...]
     unread: dict[str, Tensor] = field(default_factory=dict)
+    stages: int = 0
 
     def specs(self, own: frozenset[str] = frozenset()) -> Params:
         """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
-        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
-        copies = (nextn_copies(first, k) for k in range(count))
+        copies = (nextn_copies(self.config, k) for k in range(self.config.num_nextn_predict_layers))
         return param_specs(self.config, [(embed in own, head in own) for embed, head in copies])
 
     def keeping(self, own: frozenset[str]) -> "LoadPlan":
@@ -56,16 +68,10 @@ class LoadPlan:
         return replace(self, config=replace(self.config, drafter=replace(head, embeds=False)))
 
 
-def nextn_copies(trunk_layers: int, k: int) -> tuple[str, str]:
-    """Names of the copies of embedding and head that NextN layer ``k`` may carry."""
-    p = f"model.layers.{trunk_layers + k}"
-    return f"{p}.embed_tokens.weight", f"{p}.shared_head.head.weight"
-
-
 def copied_from(cfg: ModelConfig, copy: str) -> str:
     """The trunk's tensor that a possible duplicate may be a copy of."""
-    embedded = copy.endswith("embed_tokens.weight") or cfg.tie_word_embeddings
-    return "model.embed_tokens.weight" if embedded else HEAD
+    embedded = ".emb" in copy or cfg.tie_word_embeddings
+    return trunk_names(cfg).embed if embedded else trunk_names(cfg).head
 
 
 def make_plan(
@@ -87,6 +93,7 @@ def make_plan(
     """
     cfg, raw = read_config(model_dir)
     folder = open_folder(model_dir)
+    cfg = by_tensors(cfg, folder.tensors)
     own = in_place(folder, cfg)
     if draft_captures is not None and draft_model is None:
         raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
@@ -102,8 +109,10 @@ def make_plan(
     declared = raw.get("num_nextn_predict_layers") if draft_model is None else None
     wanted = _count_nextn(cfg, draft, declared, num_nextn_layers)
     cfg = cfg.with_nextn(tuple(_is_moe(cfg, k, draft.tensors) for k in range(wanted)))
-    unread = unread_layers(cfg, draft, num_nextn_layers)
-    return match(cfg, folder, draft, unread, str(raw.get("model_type", "deepseek_v3")))
+    stages = _count(cfg, draft) if draft.layout == STAGES else 0
+    unread = unread_layers(cfg, draft, 0 if stages else num_nextn_layers)
+    plan = match(cfg, folder, draft, unread, str(raw.get("model_type", "deepseek_v3")))
+    return replace(plan, stages=stages)
 
 
 def match(
@@ -123,9 +132,9 @@ def match(
     own = draft.tensors if draft.folder == folder.path else in_place(folder, cfg).tensors
     found = {n: t for n, t in folder.tensors.items() if n not in own} | draft.tensors
     wanted = cfg.num_nextn_predict_layers
-    copies = [name for k in range(wanted) for name in nextn_copies(cfg.num_hidden_layers, k)]
+    copies = [name for k in range(wanted) for name in nextn_copies(cfg, k)]
     if cfg.tie_word_embeddings:
-        copies.append(HEAD)
+        copies.append(trunk_names(cfg).head)
     head = head_of(cfg)
     if head and head.sizes and head.sizes.hidden_size == cfg.hidden_size:
         copies.append(HEAD_EMBED)
@@ -146,8 +155,14 @@ def match(
     return LoadPlan(cfg, tensors, duplicates, architecture, layout, tuple(files), folder.unread)
 
 
+def _count(cfg: ModelConfig, draft: Draft) -> int:
+    """Number of draft layers."""
+    return len({nextn_of(cfg, n) for n in draft.tensors})
+
+
 def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: int | None) -> int:
-    present = len({layer_of(n) for n in draft.tensors})
+    stages = draft.layout == STAGES
+    present, declared = (0, None) if stages else (_count(cfg, draft), declared)
     if wanted is not None and not 0 <= wanted <= present:
         raise CheckpointError(
             f"num_nextn_layers = {wanted}, but {draft.folder} has {present}; expected 0 to {present}"
@@ -165,22 +180,21 @@ def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: i
     raise CheckpointError(
         f"{draft.folder}: config.json says num_nextn_predict_layers = {declared}, but tensors of {present} "
         "NextN layers are present "
-        f"(model.layers.{cfg.num_hidden_layers + min(present, declared)}.enorm.weight "
+        f"({nextn_name(cfg, min(present, declared))}.enorm.weight "
         f"{'is missing' if declared > present else 'is there'}); {fix}"
     )
 
 
 def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
-    dense = f"model.layers.{cfg.num_hidden_layers + k}.mlp.gate_proj.weight"
-    return cfg.n_routed_experts > 0 and not any(dense + suffix in tensors for suffix in SUFFIXES)
+    dense = f"{nextn_name(cfg, k)}.mlp.gate_proj.weight"
+    return cfg.n_routed_experts > 0 and not any(name in tensors for name in tensors_of(dense))
 
 
 def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str]:
     """NextN tensors that the caller chose not to load."""
     if wanted is None:
         return set()
-    stop = cfg.num_hidden_layers + wanted
-    return {n for n in draft.tensors if (layer_of(n) or 0) >= stop}
+    return {n for n in draft.tensors if (nextn_of(cfg, n) or 0) >= wanted}
 
 
 class _Accounting:
@@ -208,7 +222,8 @@ class _Accounting:
                     f"{tensor} has shape {list(tensor.shape)}; expected {list(shape)} from config.json"
                 )
             if tensor.dtype not in dtypes:
-                also = ("F8_E4M3",) if may_be_narrow(name) else ()
+                narrow = ("F8_E4M3", "I8") if self.cfg.compressed else ("F8_E4M3",)
+                also = narrow if may_be_narrow(name) else ()
                 allowed = ", ".join((*dtypes, *also))
                 self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {allowed}")
 
@@ -219,10 +234,10 @@ class _Accounting:
 
     def _expect_narrow(self, name: str, shape: tuple[int, ...], stored: Format) -> None:
         """Check all tensors of a narrow weight."""
-        own = (self.drafts[name + suffix] for suffix in SUFFIXES if name + suffix in self.drafts)
+        own = (self.drafts[part] for part in tensors_of(name) if part in self.drafts)
         cfg = next(own, self.cfg)
-        parts = stored.parts(cfg, shape)
-        found = [(part, t) for part in parts if (t := self._find(name + part.suffix))]
+        parts = stored.parts(cfg, name, shape)
+        found = [(part, t) for part in parts if (t := self._find(part.name))]
         _, first = found[0]
         if not stored.announced(cfg):
             self.wrong.append(
@@ -271,21 +286,20 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         matches = (re.fullmatch(pattern, n) for n in found)
         return {int(m[1]) for m in matches if m}
 
-    def say(key: str, got: object, tensors: str) -> str:
-        return f"config.json says {key} = {got}; {tensors}"
-
-    out = []
-    layers = numbers(r"model\.layers\.(\d{1,9})\..*")
+    say, out = _contradicts, []
+    layers = numbers(r"(?:model\.)?layers\.(\d{1,9})\..*")
     nextn = set(nextn_layers(found))
     depth = len(layers - nextn)
     if layers and depth != cfg.num_hidden_layers:
         out.append(say("num_hidden_layers", cfg.num_hidden_layers, f"the tensors have {depth} trunk layers"))
-    experts = numbers(r"model\.layers\.\d{1,9}\.mlp\.experts\.(\d{1,9})\..*")
+    experts = numbers(r"(?:(?:model\.)?layers|mtp)\.\d{1,9}\.(?:mlp|ffn)\.experts\.(\d{1,9})\..*")
     if experts and len(experts) != cfg.n_routed_experts:
         out.append(say("n_routed_experts", cfg.n_routed_experts, f"the tensors have {len(experts)}"))
-    moe = sorted(numbers(r"model\.layers\.(\d{1,9})\.mlp\.gate\.weight") - nextn)
+    if cfg.compressed:
+        out += _v4_hints(cfg, cfg.compressed.ratios, numbers)
+    moe = sorted(numbers(r"(?:model\.)?layers\.(\d{1,9})\.(?:mlp|ffn)\.gate\.weight") - nextn)
     expected = [i for i in range(cfg.num_hidden_layers) if cfg.is_moe(i)]
-    if moe != expected:
+    if moe != expected and not cfg.compressed:
         key = "first_k_dense_replace"
         got = f"the layers with experts are {shortlist(map(str, moe)) or 'none'}"
         out.append(say(key, f"{cfg.first_k_dense_replace} (moe_layer_freq {cfg.moe_layer_freq})", got))
@@ -293,8 +307,8 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         out.append(say("q_lora_rank", "null", "the tensors have no q_proj.weight"))
     if any("self_attn.q_a_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
-    if HEAD in missing:
-        out.append(say("tie_word_embeddings", "false", f"the tensors have no {HEAD}"))
+    if (head := trunk_names(cfg).head) in missing:
+        out.append(say("tie_word_embeddings", "false", f"the tensors have no {head}"))
     if g := cfg.gqa:
         for key, declared, name in (
             ("use_qk_norm", g.qk_norm, "q_norm.weight"),
@@ -303,6 +317,26 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
             if declared != any(n.endswith(f".self_attn.{name}") for n in found):
                 have = "have no" if declared else "have"
                 out.append(say(key, str(declared).lower(), f"the tensors {have} {name}"))
-    if cfg.indexer is None and any(".indexer." in n for n in found):
+    if cfg.indexer is None and cfg.compressed is None and any(".indexer." in n for n in found):
         out.append("the tensors have an indexer, as DeepSeek-V3.2 does, and config.json has no index_topk")
     return out
+
+
+def _contradicts(key: str, got: object, tensors: str) -> str:
+    return f"config.json says {key} = {got}; {tensors}"
+
+
+def _v4_hints(cfg: ModelConfig, ratios: tuple[int, ...], numbers: Callable[[str], set[int]]) -> list[str]:
+    """Config values of DeepSeek-V4 that the tensors contradict. numbers: layers of names with a pattern."""
+    layer, out = r"layers\.(\d{1,9})\.", []
+    hashed = sorted(numbers(layer + r"ffn\.gate\.tid2eid"))
+    if hashed != list(range(cfg.num_hash_layers)):
+        got = f"the layers with tid2eid are {shortlist(map(str, hashed)) or 'none'}"
+        out.append(_contradicts("num_hash_layers", cfg.num_hash_layers, got))
+    compressing = numbers(layer + r"attn\.compressor\.ape")
+    indexing = numbers(layer + r"attn\.indexer\.wq_b\.weight")
+    for i, ratio in enumerate(ratios):
+        want = 4 if i in indexing else 128 if i in compressing else 0
+        if ratio != want:
+            out.append(_contradicts(f"compress_ratios[{i}]", ratio, f"the tensors of layer {i} have {want}"))
+    return out[:_MOST_HINTS]

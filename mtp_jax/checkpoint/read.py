@@ -14,16 +14,17 @@ from jax.sharding import Mesh
 from numpy.typing import DTypeLike
 
 from mtp_jax.checkpoint import fp8
-from mtp_jax.checkpoint.formats import SUFFIXES, Stored, format_of, spec_names, staying
-from mtp_jax.checkpoint.plan import HEAD, LoadPlan, make_plan
+from mtp_jax.checkpoint.formats import Stored, format_of, spec_names, staying, tensors_of
+from mtp_jax.checkpoint.plan import LoadPlan, make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
 from mtp_jax.model.head_config import Captures
 from mtp_jax.model.narrow import Fp8, Narrow, with_bits
-from mtp_jax.model.params import Params, Spec, dtype_of, type_of
+from mtp_jax.model.params import Moe, Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
+from mtp_jax.model.specs import trunk_names
 
 # Bytes read at a time: they fit the caches next to a core, so that their copy into the array costs little.
 _PIECE_BYTES = 1 << 20
@@ -62,6 +63,11 @@ def load_folder(
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
     plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
+    if plan.stages and num_nextn_layers is None:
+        raise ConfigError(
+            f"{model_dir} drafts with {plan.stages} DSpark stages, mtp.0 to mtp.{plan.stages - 1}, which are "
+            "not supported; do without: num_speculative_tokens=0 to run it, num_nextn_layers=0 to convert it"
+        )
     check_divisible(plan.config, mesh)
     own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
     place = partial(_place, mesh=mesh)
@@ -88,12 +94,14 @@ def load_plan(
     """
     count = _Counter(plan.tensors, progress)
     count.add(*plan.duplicates)
-    if HEAD in own:
+    names = trunk_names(plan.config)
+    if names.head in own:
         raise CheckpointError(
-            f"{plan.tensors[HEAD]} differs from model.embed_tokens.weight, but config.json says "
+            f"{plan.tensors[names.head]} differs from {names.embed}, but config.json says "
             "tie_word_embeddings = true; expected equal bytes, or false"
         )
     specs = plan.specs(own)
+    _check_tables(specs, plan)
     leaves, tree = jax.tree.flatten(specs if layers else replace(specs, layers=()))
     arrays: list[Any] = []
     for spec in leaves:
@@ -104,6 +112,23 @@ def load_plan(
             arrays.append(place(spec, plan.tensors, dtype_of(spec, dtype)))
         count.add(*spec_names(spec).flat)
     return Loaded(plan.config, tree.unflatten(arrays), count.done)
+
+
+def _check_tables(specs: Params, plan: LoadPlan) -> None:
+    """Raises CheckpointError if a table of experts by token names one that the model does not have."""
+    experts = plan.config.n_routed_experts
+    for layer in specs.layers:
+        if not isinstance(layer.mlp, Moe) or layer.mlp.by_token is None:
+            continue
+        tensor = plan.tensors[layer.mlp.by_token.names]
+        ids = tensor.array()
+        wrong = np.argwhere((ids < 0) | (ids >= experts))
+        if len(wrong):
+            token, at = wrong[0]
+            raise CheckpointError(
+                f"{tensor} gives token {token} expert {ids[token, at]}; expected 0 to {experts - 1} "
+                f"(n_routed_experts = {experts})"
+            )
 
 
 def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike) -> np.ndarray:
@@ -119,7 +144,7 @@ class _Counter:
         self.total = sum(t.nbytes for t in tensors.values())
 
     def add(self, *names: str) -> None:
-        new = {n for name in names for s in SUFFIXES if (n := name + s) in self.tensors} - self.seen
+        new = {n for name in names for n in tensors_of(name) if n in self.tensors} - self.seen
         self.seen |= new
         self.done += sum(self.tensors[n].nbytes for n in new)
         if self.progress:
@@ -187,6 +212,7 @@ def read_slice(
 ) -> np.ndarray:
     """The part ``index`` of a parameter as a new array of dtype ``kind``; only its bytes are read.
 
+    uint8 means the bytes of a tensor, whose values take one each.
     Where a parameter splits a tensor's dimension (heads x head dim), ``index`` must take whole groups.
     """
     bounds = [s.indices(n)[:2] for s, n in zip(index, spec.shape, strict=True)]
@@ -216,7 +242,8 @@ def _fill(
     name: str,
 ) -> None:
     """Fill ``out`` with the part ``bounds`` of one tensor seen as ``shape``."""
-    as_it_is = name in tensors and DTYPES[tensors[name].dtype] == out.dtype
+    in_bytes = out.dtype == np.uint8
+    as_it_is = in_bytes or (name in tensors and DTYPES[tensors[name].dtype] == out.dtype)
     stored = None if as_it_is else format_of(tensors, name)
     if stored is not None:
         stored.check(tensors, name)
@@ -228,7 +255,7 @@ def _fill(
                 stored.read(tensors, name, some, columns, into)
             else:
                 source = tensors[name].array(some)[:, columns.start : columns.stop]
-                np.copyto(into, source, casting="unsafe")
+                np.copyto(into, source.view(np.uint8) if in_bytes else source, casting="unsafe")
 
     if len(spec.tensor_shape) != 2:  # split along the first axis at most
         np.copyto(out, tensors[name].array(range(*bounds[0])), casting="unsafe")

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
@@ -12,6 +12,7 @@ from mtp_jax.checkpoint.folder import INDEX, read_config
 from mtp_jax.checkpoint.formats import (
     BF16,
     FORMATS,
+    FP4,
     FP8,
     INT4,
     STORED,
@@ -24,7 +25,7 @@ from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import CompressedConfig, ModelConfig
 from mtp_jax.model.head_config import Captures, Head, head_of
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
@@ -59,12 +60,13 @@ class Summary:
         nextn_parameters: number in the NextN layers without copies of the trunk's embedding and head, or in
             the draft head.
         weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
-            ("fp8", "int4"): weights in a narrow format stay in it, the rest is bfloat16.
+            ("fp8", "int4", "fp4 and fp8"): weights in a narrow format stay in it, the rest is bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
             projections, embedding and head stay in memory as they are stored.
         cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows.
         unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
+        stages: number of DSpark stages among DeepSeek-V4's tensors, which are not read.
     """
 
     architecture: str
@@ -80,6 +82,7 @@ class Summary:
     weight_bytes_on_cpu: int
     cache_bytes_per_token: dict[str, int]
     unread: dict[str, Stored]
+    stages: int = 0
 
     @property
     def stored_bytes(self) -> int:
@@ -101,6 +104,7 @@ class Summary:
             "experts": experts if moe or any(c.nextn_moe) else "none",
             "hidden, heads": f"{c.hidden_size}, {c.num_attention_heads}"
             + (f" in {c.gqa.kv_heads} groups" if c.gqa else ""),
+            **({"attention": _compressed(c.compressed)} if c.compressed else {}),
             "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
             "context": f"{c.max_position_embeddings:,} tokens",
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
@@ -112,6 +116,8 @@ class Summary:
             "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
+        if self.stages:
+            rows["NextN layers"] = f"none; {self.stages} DSpark stages, which are not supported, are not read"
         if self.unread:
             parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
             rows["not read"] = ", ".join(parts)
@@ -124,6 +130,14 @@ def _head(head: Head) -> str:
     kind = "GQA" if head.sizes.gqa else "MLA"
     taps = ", ".join(map(str, head.taps))
     return f"{head.name}, {kind}, {head.sizes.vocab_size:,} tokens; reads the stream after layers {taps}"
+
+
+def _compressed(c: CompressedConfig) -> str:
+    """The kinds of DeepSeek-V4's layers."""
+    chosen, whole = (f"{c.ratios.count(ratio)} layers" for ratio in (4, 128))
+    return (
+        f"the last {c.window} tokens; {chosen} add {c.topk:,} entries of 4 tokens, {whole} all entries of 128"
+    )
 
 
 def by_dtype(nbytes: dict[str, int]) -> str:
@@ -152,7 +166,8 @@ def summarise(
         for spec in leaves(about.specs):
             name = "F32" if spec.dtype(about.dtype) == "float32" else "BF16"
             _add(stored, name, spec.size, spec.nbytes(about.dtype))
-        return _summary("deepseek_v3", about.config, about.specs, "Orbax", 0, stored, devices)
+        architecture = about.config.to_dict()["model_type"]
+        return _summary(architecture, about.config, about.specs, "Orbax", 0, stored, devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
     plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
@@ -166,9 +181,10 @@ def summarise(
 
     formats = names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs)))
     files, unread = len(plan.files), _by_part(plan.unread)
-    return _summary(
+    found = _summary(
         plan.architecture, plan.config, specs, layout, files, stored, devices, formats, kept, unread
     )
+    return replace(found, stages=plan.stages)
 
 
 def _weights(specs: Params) -> Iterator[str]:
@@ -191,7 +207,7 @@ def _has_no_weights(path: Path) -> bool:
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
     """The model that config.json promises.
 
-    If it announces FP8, every weight that may be FP8 counts as FP8; if int4, the experts count as int4.
+    If it announces FP8, every weight that may be FP8 counts as FP8; if int4 or FP4, the experts count so.
     """
     cfg, raw = read_config(path)
     if num_nextn_layers is not None:
@@ -204,6 +220,8 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
     def kept(spec: Spec, among: Collection[str]) -> tuple[Kept, ...]:
         if cfg.int4_group is not None and spec.axes[0] == "experts":
             return INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
+        if cfg.fp4 and spec.axes[0] == "experts":
+            return FP4.arrays(spec, {})
         if cfg.fp8 and spec.projects:
             return FP8.arrays(spec, {}) if FP8.can_stay(spec) else ()
         stays = BF16.name in among and cfg.dtype == "bfloat16" and BF16.can_stay(spec)

@@ -14,7 +14,7 @@ from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_confi
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
-from mtp_jax.checkpoint.plan import HEAD_EMBED, LoadPlan, copied_from, match, nextn_copies, unread_layers
+from mtp_jax.checkpoint.plan import HEAD_EMBED, LoadPlan, copied_from, match, unread_layers
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -23,6 +23,7 @@ from mtp_jax.model.head_config import Captures, head_of
 from mtp_jax.model.head_specs import BlockHead, Eagle3
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
+from mtp_jax.model.specs import nextn_copies
 
 Source = str | Path | Mapping[str, ArrayLike]
 """A folder of safetensors files, or the tensors themselves by the names of the release."""
@@ -61,7 +62,7 @@ def read_update(
         given, now = given.without_drafts(), now.with_drafts()
     draft = _draft(folder, given, draft_model)
     plan = match(given, folder, draft, unread_layers(given, draft, given.num_nextn_predict_layers))
-    own = _own_copies(now)
+    own = _own_copies(cfg, now)
     _share(plan, own)
     plan = plan.keeping(own)
     kept = {type(x) for x in jax.tree.leaves(now, is_leaf=is_narrow)}
@@ -100,7 +101,7 @@ def _head_like(head: HeadConfig, path: str | Path, cfg: ModelConfig) -> Draft:
 
 
 def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
-    """The tensors, and the model's config with their formats: FP8, int4, or none."""
+    """The tensors, and the model's config with their formats: FP8, int4, FP4, or none."""
     group = cfg.int4_group
     if isinstance(source, Mapping):
         folder = as_folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
@@ -118,20 +119,21 @@ def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
             ]
             if differing:
                 raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
-    fp8 = any(t.dtype == "F8_E4M3" for t in folder.tensors.values())
+    kinds = {t.dtype for t in folder.tensors.values()}
     packed = any(name.endswith(PACKED) for name in folder.tensors)
-    return folder, replace(cfg, fp8=fp8, int4_group=group if packed else None)
+    narrow = {"fp8": "F8_E4M3" in kinds, "fp4": "I8" in kinds, "int4_group": group if packed else None}
+    return folder, replace(cfg, **narrow)
 
 
 # A draft's config.json may differ in these keys; a model's may not change the trunk.
 _FREE = FREE - {"num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "tie_word_embeddings"}
 
 
-def _own_copies(now: Params) -> frozenset[str]:
+def _own_copies(cfg: ModelConfig, now: Params) -> frozenset[str]:
     """Names of the own embeddings and heads that NextN layers in memory have."""
     names = set()
     for k, layer in enumerate(now.nextn):
-        embed, head = nextn_copies(len(now.layers), k)
+        embed, head = nextn_copies(cfg, k)
         names |= {name for name, table in ((embed, layer.embed), (head, layer.head)) if table is not None}
     if isinstance(now.drafter, Eagle3 | BlockHead) and now.drafter.embed is not None:
         names.add(HEAD_EMBED)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from mtp_jax.checkpoint.draft import layer_of
+from mtp_jax.checkpoint.draft import nextn_of
 from mtp_jax.checkpoint.folder import INDEX, read_config
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.checkpoint.plan import make_plan
@@ -25,6 +25,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_specs import DRAFT_HEAD
 from mtp_jax.model.narrow import is_narrow
 from mtp_jax.model.params import Params, Spec, param_specs, type_of
+from mtp_jax.model.specs import nextn_name
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")
 SHARD_BYTES = 5_000_000_000  # of one file, as the releases have them
@@ -86,7 +87,7 @@ def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObj
     specs = param_specs(cfg, [(p.embed is not None, p.head is not None) for p in params.nextn])
 
     def alone(tree: Params) -> Params:
-        return replace(tree, embed=None, layers=(), norm=None, head=None)
+        return replace(tree, embed=None, layers=(), norm=None, head=None, hyper_head=None)
 
     prefix = f"{DRAFT_HEAD}."
     pieces = [
@@ -130,12 +131,13 @@ def check_no_narrow(params: Params) -> None:
 def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     """Write the NextN layers of a model to a folder of their own, in the lmsys layout that SGLang reads.
 
+    DeepSeek-V4's keep their names.
     Tensors are copied byte for byte, all tensors of narrow weights included; copies of the trunk's embedding
     and head are left out. Raises CheckpointError if the model has no NextN layer or the folder holds
     anything.
     """
     plan, out = make_plan(model_dir), new_folder(out_dir)
-    first, layers = plan.config.num_hidden_layers, plan.config.num_nextn_predict_layers
+    layers, v4 = plan.config.num_nextn_predict_layers, plan.config.compressed is not None
     if not layers:
         raise CheckpointError(
             f"{model_dir} has no NextN layer (num_nextn_predict_layers = 0): nothing to export"
@@ -143,16 +145,16 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     copies = {name for name in plan.duplicates if is_copy(plan, name)}
     pieces = []
     for name, tensor in plan.tensors.items():
-        layer = layer_of(name)
-        if layer is not None and layer >= first and name not in copies:
-            new = name.replace(f"model.layers.{layer}.", f"model.layers.{layer - first}.", 1)
+        layer = nextn_of(plan.config, name)
+        if layer is not None and name not in copies:
+            new = name if v4 else name.replace(nextn_name(plan.config, layer), f"model.layers.{layer}", 1)
             pieces.append(Piece(new, tensor.dtype, tensor.shape, tensor.array))
     out.mkdir(parents=True, exist_ok=True)
     file = "nextn_layer_parameters.safetensors"
     write_file(out / file, pieces)
     _write_index(out, {file: pieces})
-    family = "Glm4Moe" if plan.config.gqa else "DeepseekV3"
-    changes = {"num_hidden_layers": layers, "architectures": [f"{family}ForCausalLMNextN"]}
+    family = "DeepseekV4" if v4 else "Glm4Moe" if plan.config.gqa else "DeepseekV3"
+    changes = {"architectures": [f"{family}ForCausalLMNextN"]} | ({} if v4 else {"num_hidden_layers": layers})
     raw = read_config(model_dir)[1]
     write_json(out / "config.json", {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | changes)
 

@@ -214,6 +214,10 @@ class Backend:
         entered, one = hyper.enter(x, p, cfg, self.products.exactly)
         return entered, self.products.norm(one, weight, cfg.rms_norm_eps, readers)[1]
 
+    def sublayer_input(self, x: Any, p: Hyper | None, cfg: ModelConfig) -> Float[Array, "B W D"]:
+        """What enters a sublayer, before the norm; x: an array."""
+        return x if p is None else hyper.enter(x, p, cfg, self.products.exactly)[1]
+
     def left(self, x: Stream, *outs: Result) -> Stream:
         """What a sublayer leaves: its result added to the stream, or to each of several."""
         if not isinstance(x, hyper.Entered):

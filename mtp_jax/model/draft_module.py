@@ -48,7 +48,7 @@ class Pass:
 
 @runtime_checkable
 class DraftModule(Protocol):
-    """The layers of a drafter, of width D, beside a trunk of vocabulary V. Hashable."""
+    """The layers of a drafter, whose hidden states have width D, beside a trunk of vocabulary V. Hashable."""
 
     @property
     def name(self) -> str:
@@ -68,6 +68,11 @@ class DraftModule(Protocol):
     @property
     def features(self) -> tuple[int, ...]:
         """The trunk's hidden states that ``fuse`` reads; see ``Drafter.features``."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Values of the hidden states that layers merge."""
         ...
 
     @property
@@ -136,7 +141,8 @@ def write_cache(
     cfg, p, (view,) = module.cfg, module.layer(params, k), given.views
     with jax.named_scope(f"{module.name}_{k}"):
         x, rows = module.merge(params, on, k, given)
-        rows = rms_norm(x, p.attention_norm, cfg.rms_norm_eps) if rows is None else rows
+        if rows is None:
+            rows = rms_norm(on.sublayer_input(x, p.attention_hyper, cfg), p.attention_norm, cfg.rms_norm_eps)
         entries = on.kind(p.attention).entries(p.attention, cfg, rows, rope_angles(cfg, given.positions))
         return on.write(cache, cache.stored(entries, cfg.row), view.page_table, view.written)
 
@@ -176,10 +182,8 @@ def drafts_forced(
     hidden: fused. together: whether two rows are of one text; None: all are. Raises ConfigError for sparse
     attention.
     """
-    if module.cfg.indexer:
-        raise ConfigError(
-            "this model has sparse attention (index_topk), through which nothing is trained here"
-        )
+    if module.cfg.indexer or module.cfg.compressed:
+        raise ConfigError("this model has sparse attention, through which nothing is trained here")
     slots, length, _ = hidden.shape
     layers = len(module.numbers)
     causal, own = jnp.tri(length, dtype=bool)[None], jnp.eye(length, dtype=bool)[None]

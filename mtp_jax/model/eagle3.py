@@ -45,6 +45,11 @@ class Eagle3Head:
         return range(1)
 
     @property
+    def width(self) -> int:
+        """The head's hidden size."""
+        return self.cfg.hidden_size
+
+    @property
     def features(self) -> tuple[int, ...]:
         """The head's taps."""
         return self.head.taps

@@ -1,4 +1,4 @@
-"""The quantisation that a ``config.json`` announces: FP8 in blocks, int4 in groups, or none."""
+"""The quantisation that a ``config.json`` announces: FP8 in blocks, FP4 or int4 in groups, or none."""
 
 from collections.abc import Sequence
 
@@ -7,24 +7,44 @@ from mtp_jax.json_object import JsonObject
 
 FP8_BLOCK = 128
 INT4_PER_WORD = 8
+FP4_GROUP = 32
 
 _EXPECTED = "expected fp8 with 128x128 blocks, int4 as compressed-tensors packs it, or none"
 
 
 def quantisation(raw: JsonObject) -> JsonObject:
-    """``fp8`` and ``int4_group`` of ``ModelConfig``. Raises ConfigError for a format that cannot be read."""
+    """``fp8``, ``fp4`` and ``int4_group`` of ``ModelConfig``.
+
+    Raises ConfigError for a format that cannot be read.
+    """
     quant, mlx = raw.get("quantization_config"), raw.get("quantization")
     if isinstance(mlx, dict) and "group_size" in mlx:  # mlx writes it under both names
         raise ConfigError(f"quantization of {mlx.get('bits')} bits by mlx is not supported; {_EXPECTED}")
     if not quant:  # xLLM's export writes the empty string
-        return {"fp8": False, "int4_group": None}
+        return {"fp8": False, "fp4": _fp4(raw, {}), "int4_group": None}
     method = quant.get("quant_method") if isinstance(quant, dict) else quant
     if method == "fp8":
         _check_fp8(quant)
-        return {"fp8": True, "int4_group": None}
+        return {"fp8": True, "fp4": _fp4(raw, quant), "int4_group": None}
     if method == "compressed-tensors":
-        return {"fp8": False, "int4_group": _int4_group(quant)}
-    raise ConfigError(f"quantization {method!r:.200} is not supported; {_EXPECTED}")
+        return {"fp8": False, "fp4": False, "int4_group": _int4_group(quant)}
+    kind = quant.get("quant_algo") if isinstance(quant, dict) else None
+    of = f", quant_algo = {kind!r:.80}" if kind is not None else ""
+    raise ConfigError(f"quantization {method!r:.200} is not supported{of}; {_EXPECTED}")
+
+
+def _fp4(raw: JsonObject, quant: JsonObject) -> bool:
+    """Whether experts are said to be in FP4, as DeepSeek-V4's are: at the top level or beside ``fp8``."""
+    for given in (raw, quant):
+        got = given.get("expert_dtype")
+        if got not in (None, *_EXPERTS):
+            raise ConfigError(
+                f"expert_dtype = {got!r:.80} is not supported; expected {' or '.join(_EXPERTS)}"
+            )
+    return "fp4" in (raw.get("expert_dtype"), quant.get("expert_dtype"))
+
+
+_EXPERTS = "fp4", "fp8", "bf16"
 
 
 def _check_fp8(quant: JsonObject) -> None:

@@ -13,12 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, PyTree, UInt16
+from jaxtyping import Array, Float, Int, Int8, Int16, PyTree, UInt16
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
 E4M3_UNIT = 2.0**8
 """See ``e4m3_of_bits``: the exponents of float16 and e4m3 have the biases 15 and 7."""
+_E2M1_UNIT = 14
+"""See ``Fp4.expand``: the exponents of float16 and e2m1 have the biases 15 and 1."""
+MOST_UE8M0 = 254 - _E2M1_UNIT
+"""The largest exponent of an FP4 weight's scale, so that the scale times 2^14 is a float32."""
 
 
 class Narrow(ABC):
@@ -100,8 +104,17 @@ class Fp8(Narrow):
         return Fp8(self.values.reshape(shape), self.scale, bits)
 
 
+class _Packed(Narrow):
+    """Rows in which several values share a word or a byte."""
+
+    def reshape(self, *shape: int) -> "_Packed":
+        """The same rows, grouped differently; whole inputs stay last."""
+        rows = shape[:-1]
+        return jax.tree.map(lambda a: a.reshape((*rows, a.shape[-1])), self)
+
+
 @struct.dataclass
-class Int4(Narrow):
+class Int4(_Packed):
     """Signed 4-bit values with a scale for each group of inputs, as compressed-tensors packs them.
 
     Attributes:
@@ -125,10 +138,43 @@ class Int4(Narrow):
         spread = self.scale[..., None].astype(jnp.float32)
         return (in_groups * spread).astype(dtype).reshape(self.shape)
 
-    def reshape(self, *shape: int) -> "Int4":
-        """The same rows, grouped differently; whole inputs stay last."""
-        rows = shape[:-1]
-        return jax.tree.map(lambda a: a.reshape((*rows, a.shape[-1])), self)
+
+@struct.dataclass
+class Fp4(_Packed):
+    """e2m1 with a power of two for each 32 inputs, as DeepSeek-V4 stores its experts (OCP MX, MXFP4).
+
+    Attributes:
+        codes: uint8 [*o, i / 2]: two values, the low four bits first.
+        exponents: uint8 [*o, i / 32]: x stands for a scale of 2^(x - 127).
+    """
+
+    codes: Any
+    exponents: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return *self.codes.shape[:-1], self.codes.shape[-1] * 2
+
+    def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
+        """Values times the scale of their group.
+
+        A float16 with the same sign, exponent and mantissa is smaller by 2^14, also if subnormal, and the
+        scales are larger by it.
+        """
+        codes = self.codes.astype(jnp.int16)
+        low = _moved(codes, 0x7, 2**9) | _moved(codes, 0x8, 2**12)
+        high = _moved(codes, 0x70, 2**5) | _moved(codes, 0x80, 2**8)
+        halves = jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.float16)
+        in_groups = halves.reshape(*self.exponents.shape, -1).astype(jnp.float32)
+        bits = (self.exponents.astype(jnp.uint32) + _E2M1_UNIT) << 23
+        spread = jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
+        return (in_groups * spread).astype(dtype).reshape(self.shape)
+
+
+def _moved(codes: Int16[Array, "*b"], mask: int, by: int) -> Int16[Array, "*b"]:
+    """Some bits, moved up by a product. (A shift would test its width each time.)"""
+    return (codes & jnp.int16(mask)) * jnp.int16(by)
 
 
 @struct.dataclass

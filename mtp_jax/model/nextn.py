@@ -35,6 +35,11 @@ class NextNLayers:
         return range(first, first + self.cfg.num_nextn_predict_layers)
 
     @property
+    def width(self) -> int:
+        """The trunk's hidden size."""
+        return self.cfg.hidden_size
+
+    @property
     def trunk(self) -> ModelConfig:
         """Sizes of the trunk, which are theirs."""
         return self.cfg

@@ -4,7 +4,7 @@ Trees of them are in ``specs``.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -113,8 +113,15 @@ def may_be_narrow(name: str) -> bool:
     return name.endswith(_PROJECTIONS) and not name.endswith(("eh_proj.weight", ".weights_proj.weight"))
 
 
-def scale_spec(spec: Spec, suffix: str) -> Spec:
-    """The spec of the scales of an FP8 weight, whose tensors are called like the weight's with ``suffix``.
+def scale_name(weight: str) -> str:
+    """Name of the tensor with an FP8 or FP4 weight's scales; DeepSeek-V4's release has a name of its own."""
+    if weight.startswith(("layers.", "mtp.")):
+        return f"{weight.removesuffix('weight')}scale"
+    return f"{weight}_scale_inv"
+
+
+def scale_spec(spec: Spec) -> Spec:
+    """The spec of the scales of an FP8 weight.
 
     ``spec`` must be a whole weight: one without ``rows``.
     """
@@ -125,21 +132,21 @@ def scale_spec(spec: Spec, suffix: str) -> Spec:
         inner = (inner[0], inner[2]) if spec.shape[-1] == spec.tensor_shape[1] else (inner[0], inner[1])
 
     shape, axes = (*spec.shape[:stacked], *blocks), (*spec.axes[:stacked], *inner)
-    return Spec(shape, axes, _renamed(spec.names, suffix), blocks, float32=True)
+    return Spec(shape, axes, _renamed(spec.names, scale_name), blocks, float32=True)
 
 
-def columns_spec(spec: Spec, suffix: str, columns: int) -> Spec:
+def columns_spec(spec: Spec, rename: Callable[[str], str], columns: int) -> Spec:
     """The spec of an array with the rows of a weight and ``columns`` columns, split as the weight is.
 
-    Its tensors are called like the weight's with ``suffix``. The last two axes of ``spec`` must belong to
+    rename: names of its tensors by the names of the weight's. The last two axes of ``spec`` must belong to
     its tensors.
     """
     shape, tensor_shape = (*spec.shape[:-1], columns), (spec.tensor_shape[0], columns)
-    return Spec(shape, spec.axes, _renamed(spec.names, suffix), tensor_shape)
+    return Spec(shape, spec.axes, _renamed(spec.names, rename), tensor_shape)
 
 
-def _renamed(names: Names, suffix: str) -> Names:
-    return names + suffix if isinstance(names, str) else tuple(_renamed(n, suffix) for n in names)
+def _renamed(names: Names, rename: Callable[[str], str]) -> Names:
+    return rename(names) if isinstance(names, str) else tuple(_renamed(n, rename) for n in names)
 
 
 def _stacked(names: Names) -> int:

@@ -61,6 +61,19 @@ def trunk_names(cfg: ModelConfig) -> Names:
     return TRUNK_V4 if cfg.compressed else TRUNK
 
 
+def nextn_name(cfg: ModelConfig, k: int) -> str:
+    """The beginning of the names of a NextN layer's tensors."""
+    return f"mtp.{k}" if cfg.compressed else f"model.layers.{cfg.num_hidden_layers + k}"
+
+
+def nextn_copies(cfg: ModelConfig, k: int) -> tuple[str, str]:
+    """Names of the copies of embedding and head that NextN layer ``k`` may carry."""
+    p = nextn_name(cfg, k)
+    if cfg.compressed:  # V4-Flash-Base has them
+        return f"{p}.emb.tok_emb.weight", f"{p}.head.weight"
+    return f"{p}.embed_tokens.weight", f"{p}.shared_head.head.weight"
+
+
 @dataclass(frozen=True)
 class Params:
     """A whole model. ``head`` is None when the embedding is tied to it, ``drafter`` without a draft head."""
@@ -100,9 +113,10 @@ def _layer(cfg: ModelConfig, number: int, moe: bool) -> Layer:
 
 
 def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
-    number, d = cfg.num_hidden_layers + k, cfg.hidden_size
+    number, d, p = cfg.num_hidden_layers + k, cfg.hidden_size, nextn_name(cfg, k)
+    own, names = (own_embed, own_head), nextn_copies(cfg, k)
+    embed, head = (table(name, cfg) if has else None for has, name in zip(own, names, strict=True))
     if cfg.compressed:
-        p = f"mtp.{k}"
         merge, stream_merge = v4_merge(cfg, p)
         return NextN(
             token_norm=norm(f"{p}.enorm.weight", d),
@@ -110,20 +124,19 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
             merge=merge,
             layer=v4_block(cfg, p, number),
             norm=norm(f"{p}.norm.weight", d),
-            embed=None,
-            head=None,
+            embed=embed,
+            head=head,
             stream_merge=stream_merge,
             hyper_head=hyper_head(cfg, f"{p}."),
         )
-    p = f"model.layers.{number}"
     return NextN(
         token_norm=norm(f"{p}.enorm.weight", d),
         hidden_norm=norm(f"{p}.hnorm.weight", d),
         merge=Spec((d, 2 * d), (None, None), f"{p}.eh_proj.weight", (d, 2 * d)),
         layer=_layer(cfg, number, cfg.nextn_moe[k]),
         norm=norm(f"{p}.shared_head.norm.weight", d),
-        embed=table(f"{p}.embed_tokens.weight", cfg) if own_embed else None,
-        head=table(f"{p}.shared_head.head.weight", cfg) if own_head else None,
+        embed=embed,
+        head=head,
     )
 
 

@@ -89,7 +89,7 @@ def fp8(spec: Spec) -> Any:
         return float32(spec)
     if spec.init == "embedding":
         return bf16(spec)
-    scale = scale_spec(spec, "_scale_inv")
+    scale = scale_spec(spec)
     return Fp8(shape_of(spec, jnp.float8_e4m3fn), float32(scale), shape_of(spec, jnp.int8))
 
 

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
-from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode, StepKey
@@ -124,7 +123,7 @@ def abstract_params(cfg: ModelConfig, mesh: Mesh) -> Params:
             name = name[0]
         if not may_be_narrow(name) or spec.rows is not None:
             return array(spec, dtype_of(spec, cfg.dtype))
-        return Fp8(array(spec, jnp.float8_e4m3fn), array(scale_spec(spec, SCALE_SUFFIX), jnp.float32))
+        return Fp8(array(spec, jnp.float8_e4m3fn), array(scale_spec(spec), jnp.float32))
 
     return jax.tree.map(of, param_specs(cfg))
 

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.bench.synthetic import preset, rigged_params
-from mtp_jax.checkpoint.fp8 import SCALE_SUFFIX
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import FP8_BLOCK, Fp8
 from mtp_jax.model.params import Params, Spec, param_specs
@@ -47,7 +46,7 @@ def params(cfg: ModelConfig, weights: Literal["bfloat16", "fp8"], noise: float =
             name = name[0]
         if not may_be_narrow(name) or spec.rows is not None:
             return w
-        return quantised(w, spec, scale_spec(spec, SCALE_SUFFIX).shape)
+        return quantised(w, spec, scale_spec(spec).shape)
 
     return jax.tree.map(narrow, param_specs(cfg), wide)
 

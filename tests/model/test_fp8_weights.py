@@ -136,13 +136,17 @@ def test_scales_follow_their_weights():
     specs = param_specs(ALIGNED)
     attention, moe = specs.layers[1].attention, specs.layers[1].mlp
     assert isinstance(attention, Attention)
-    heads = scale_spec(attention.q_b, "_s")
-    assert (heads.shape, heads.axes, heads.names) == ((2, 4), ("heads", None), attention.q_b.names + "_s")
-    out = scale_spec(attention.o, "_s")
+    heads = scale_spec(attention.q_b)
+    assert (heads.shape, heads.axes, heads.names) == (
+        (2, 4),
+        ("heads", None),
+        attention.q_b.names + "_scale_inv",
+    )
+    out = scale_spec(attention.o)
     assert (out.shape, out.axes) == ((4, 16), (None, "heads"))
-    experts = scale_spec(moe.gate_up, "_s")
+    experts = scale_spec(moe.gate_up)
     assert (experts.shape, experts.axes) == ((32, 2, 1, 4), ("experts", None, None, None))
-    assert experts.names[3][1] == moe.gate_up.names[3][1] + "_s"
+    assert experts.names[3][1] == moe.gate_up.names[3][1] + "_scale_inv"
 
 
 def test_weights_stay_fp8_by_themselves_where_kernels_multiply_them(monkeypatch):
@@ -182,7 +186,7 @@ def test_refusals(tmp_path):
 
 def quantised(w: np.ndarray, spec: Spec) -> Fp8:
     """A weight in FP8; each block of its matrices has a scale of its own."""
-    scale = scale_spec(spec, "")
+    scale = scale_spec(spec)
     matrix = np.asarray(w, np.float32).reshape(*scale.shape[:-2], *spec.tensor_shape)
     rows, columns = (np.arange(n) // 128 for n in spec.tensor_shape)
     peaks = np.zeros(scale.shape, np.float32)

@@ -13,6 +13,7 @@ from mtp_jax.model.eagle3 import Eagle3Head
 from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig
 from mtp_jax.model.medusa import MedusaHeads
 from mtp_jax.model.nextn import NextNLayers
+from mtp_jax.model.nextn_streams import StreamNextN
 
 
 def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None) -> Drafter:
@@ -28,5 +29,5 @@ def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None)
     elif isinstance(cfg.drafter, MedusaConfig):
         own = Medusa(MedusaHeads(cfg), tree)
     elif cfg.num_nextn_predict_layers:
-        own = Recursive(NextNLayers(cfg), tree)
+        own = Recursive((StreamNextN if cfg.hyper else NextNLayers)(cfg), tree)
     return Suffix(own) if suffix else own

@@ -11,6 +11,7 @@ from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import Backend
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import STREAMS, Taps
@@ -137,6 +138,12 @@ def taps_of(drafter: Drafter, layers: int) -> tuple[int, ...]:
             "streams behind the last layer"
         )
     return tuple(sorted({number for number in wanted if number != FINAL}))
+
+
+def width_of(trunk: ModelConfig, number: int) -> int:
+    """Values of the hidden state with this number in ``Drafter.features``."""
+    streams = trunk.hyper.streams if trunk.hyper and number == STREAMS else 1
+    return streams * trunk.hidden_size
 
 
 def features_of(drafter: Drafter, hidden: Float[Array, "B W D"], taps: Taps) -> Features:

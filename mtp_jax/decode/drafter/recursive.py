@@ -25,7 +25,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.grow import Trees
-from mtp_jax.decode.drafter.protocol import Committed, Drafts
+from mtp_jax.decode.drafter.protocol import Committed, Drafts, width_of
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import Source, TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
@@ -81,11 +81,11 @@ class Recursive:
         """No entries, nothing deferred."""
         cfg, numbers, kind = self.module.cfg, self.module.numbers, type_of[shape.dtype]
         number, tokens = jnp.zeros(shape.slots, jnp.int32), jnp.zeros((shape.slots, DEFERRED), jnp.int32)
-        pending = jnp.zeros((shape.slots, len(numbers), cfg.hidden_size), kind)
-        hidden = jnp.zeros((shape.slots, DEFERRED, self.module.trunk.hidden_size), kind)
-        features = (hidden,) * len(self.features)
+        pending = jnp.zeros((shape.slots, len(numbers), self.module.width), kind)
+        widths = [width_of(self.module.trunk, number) for number in self.features]
+        features = tuple(jnp.zeros((shape.slots, DEFERRED, width), kind) for width in widths)
         cache = tuple(empty_cache(pages, shape.page_size, cfg, i, kind, fp8=shape.fp8) for i in numbers)
-        boundary = jnp.zeros((pages, 1, len(numbers) * cfg.hidden_size), kind)
+        boundary = jnp.zeros((pages, 1, len(numbers) * self.module.width), kind)
         return DrafterState(
             RecursiveSlots(pending, tokens, features, number), RecursivePages(cache, boundary)
         )

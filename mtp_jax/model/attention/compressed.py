@@ -55,18 +55,16 @@ class Queries:
 
 
 @struct.dataclass
-class Added:
-    """What tokens add to a layer's cache, and the angles by which their output is rotated back.
+class Added(Entries):
+    """Rows of tokens, normed and rotated, and what else of the tokens attention reads.
 
     Attributes:
-        rows: normed and rotated.
         inputs: of the layer's compressors, float32, see ``compressor.inputs``; None without.
-        angles: of rope.
+        angles: of rope, by which the output is rotated back.
     """
 
-    rows: Float[Array, "B W h"]
-    inputs: Float[Array, "B W F"] | None
-    angles: Float[Array, "B W 2 r"]
+    inputs: Any = None
+    angles: Any = None
 
 
 @struct.dataclass
@@ -121,7 +119,8 @@ class Compressed(Kind):
         rows = rotate_last(rms_norm(self.on.linear(x, a.kv), a.kv_norm, cfg.rms_norm_eps), own)
         made = _compressors(a)
         outputs = [(self.on.exactly(x, p.rows), self.on.exactly(x, p.gates)) for p in made]
-        return Added(rows, compressor.inputs(made, outputs) if made else None, own)
+        inputs = compressor.inputs(made, outputs) if made else None
+        return Added(rows, inputs=inputs, angles=own)
 
     def by_head(self, a: CompressedAttention, cfg: ModelConfig) -> Own:
         """Sinks, and the parameters of compressors beside their products."""
@@ -144,9 +143,7 @@ class Compressed(Kind):
             if isinstance(cache, CompressedCache):
                 cache = self._extended(cfg, added, w, cache, view, write)
             else:
-                cache = write(
-                    cache, cache.stored(Entries(added.rows), cfg.row), view.page_table, view.written
-                )
+                cache = write(cache, cache.stored(added, cfg.row), view.page_table, view.written)
         raw, dtype = cache.raw if isinstance(cache, CompressedCache) else cache, added.rows.dtype
         with jax.named_scope("attend"):
             at = span.start[:, None] - (c.window - 1) + jnp.arange(c.window - 1 + span.width)
@@ -209,7 +206,7 @@ class Compressed(Kind):
             slot = slot - jax.lax.axis_index("data") * len(cache.recent)
         before = _before(cache, table, slot, span)
         made = compressor.entries_of(before, added.inputs, span, w.compressors, cfg, ratio, added.rows.dtype)
-        raw = write(cache.raw, cache.raw.stored(Entries(added.rows), cfg.row), table, view.written)
+        raw = write(cache.raw, cache.raw.stored(added, cfg.row), table, view.written)
         stored = cache.entries.stored(Entries(made[0], made[1] if len(made) > 1 else None), cfg.row)
         entries = write(cache.entries, stored, table, span.ended(ratio))
         boundary, over = cache.boundary, CompressedConfig.overlap(ratio)

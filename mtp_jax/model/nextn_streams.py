@@ -1,0 +1,59 @@
+"""The NextN layers of a model with hyper-connections: they merge each residual stream, and feed all back.
+
+Row i merges the trunk's streams of token i, before they are collapsed, with the embedding of token i + 1.
+Every stream is normed and projected alike, and the projected embedding is added to it. A further draft merges
+the layer's own streams, as in SGLang and vLLM; the release drafts one token.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float
+
+from mtp_jax.model import hyper
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.draft_module import Pass
+from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.nextn import NextNLayers
+from mtp_jax.model.params import NextN, Params
+from mtp_jax.model.products.plain import Stream
+from mtp_jax.model.trunk import STREAMS, embed
+
+
+@dataclass(frozen=True)
+class StreamNextN(NextNLayers):
+    """NextN layers over several residual streams; hidden states are all S streams side by side."""
+
+    features: tuple[int, ...] = (STREAMS,)
+
+    @property
+    def width(self) -> int:
+        """Values of all streams."""
+        return self.streams * self.cfg.hidden_size
+
+    @property
+    def streams(self) -> int:
+        """Number of streams."""
+        assert self.cfg.hyper is not None, "a model with one stream has other NextN layers"
+        return self.cfg.hyper.streams
+
+    def merge(self, params: Params, on: Backend, k: int, given: Pass) -> tuple[Float[Array, "B W S D"], None]:
+        """e_proj enorm(embedding) + h_proj hnorm(stream), for every stream."""
+        p, eps = params.nextn[k], self.cfg.rms_norm_eps
+        e = rms_norm(embed(params.embed, given.tokens, on.mesh), p.token_norm, eps)
+        h = given.hidden.astype(e.dtype).reshape(*e.shape[:2], self.streams, -1)
+        with jax.named_scope("merge"):
+            merged = on.products.linear(rms_norm(h, p.hidden_norm, eps), p.stream_merge)
+            return merged + on.products.linear(e, p.merge)[:, :, None], None
+
+    def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W SD"]:
+        """The streams behind the layer."""
+        return x.reshape(*x.shape[:2], -1)
+
+    def logits(self, params: Params, k: int, z: Float[Array, "*b SD"], on: Backend) -> Float[Array, "*b V"]:
+        """Logits of every token, from the layer's own collapse and norm, and the trunk's head."""
+        p: NextN = params.nextn[k]
+        assert p.hyper_head is not None, "a layer with several streams collapses them"
+        one = z.reshape(*z.shape[:-1], self.streams, -1)
+        collapsed = hyper.collapse(one, p.hyper_head, self.cfg, on.products.exactly)
+        return on.products.head(rms_norm(collapsed, p.norm, self.cfg.rms_norm_eps), params.table)

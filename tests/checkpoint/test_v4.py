@@ -1,0 +1,266 @@
+"""DeepSeek-V4's checkpoints: every tensor accounted for, and the drafter told from its tensors."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mtp_jax.checkpoint import Loaded, load, summarise
+from mtp_jax.checkpoint.formats import spec_names
+from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.narrow import nbytes
+from mtp_jax.model.params import param_specs
+from mtp_jax.model.spec import leaves
+from tests.checkpoint.files import assert_same, edit_json, edit_tensors, read_folder
+from tests.v4 import DSPARK, QUANTISATION, Arrays, v4_config, v4_tensors, write_v4
+
+TABLE = "layers.0.ffn.gate.tid2eid"
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Two layers of four experts."""
+    layers = {"num_hidden_layers": 2, "compress_ratios": [4, 128, 0], "n_routed_experts": 4}
+    return v4_config(**layers | changes)
+
+
+def by_name(loaded: Loaded) -> Arrays:
+    """The loaded values in the shapes of their tensors."""
+    specs, arrays = jax.tree.leaves(param_specs(loaded.config)), jax.tree.leaves(loaded.params)
+    found: Arrays = {}
+    for spec, array in zip(specs, arrays, strict=True):
+        for at, name in np.ndenumerate(spec_names(spec)):
+            found[str(name)] = np.asarray(array)[at].reshape(spec.tensor_shape)
+    return found
+
+
+def same(loaded: Loaded, want: Arrays) -> None:
+    got = by_name(loaded)
+    assert got.keys() == want.keys()
+    for name, values in got.items():
+        np.testing.assert_array_equal(values, want[name], name)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("v4") / "plain"
+    write_v4(folder, small(), v4_tensors(small()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dspark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("v4") / "dspark"
+    write_v4(folder, small(**DSPARK), v4_tensors(small(**DSPARK)))
+    return folder
+
+
+def test_every_tensor_arrives(tmp_path: Path):
+    config = v4_config()
+    held = write_v4(tmp_path, config, v4_tensors(config))
+    loaded = load(tmp_path)
+    same(loaded, held)
+    assert loaded.config.num_nextn_predict_layers == 1
+    assert loaded.bytes_read == sum(w.nbytes for w in held.values())
+    trunk = load(tmp_path, num_nextn_layers=0)
+    same(trunk, {name: w for name, w in held.items() if not name.startswith("mtp.")})
+    assert not trunk.config.drafts
+
+
+def test_several_mtp_layers(tmp_path: Path):
+    config = small(num_nextn_predict_layers=2, compress_ratios=[4, 128, 0, 0])
+    held = write_v4(tmp_path, config, v4_tensors(config))
+    same(load(tmp_path), held)
+    assert load(tmp_path, num_nextn_layers=1).config.num_nextn_predict_layers == 1
+    edit_json(tmp_path / "config.json", num_nextn_predict_layers=1, compress_ratios=[4, 128])
+    with pytest.raises(CheckpointError, match=r"but tensors of 2 .*\(mtp\.1\.enorm\.weight is there\)"):
+        load(tmp_path)
+
+
+def test_mtp_layers_in_a_folder_of_their_own(plain: Path, tmp_path: Path):
+    def drop(tensors: dict[str, Any], drafts: bool) -> None:
+        for name in [n for n in tensors if n.startswith("mtp.") == drafts]:
+            del tensors[name]
+
+    trunk = edit_tensors(plain, tmp_path / "trunk", lambda t: drop(t, True))
+    alone = edit_tensors(plain, tmp_path / "mtp", lambda t: drop(t, False))
+    assert_same(load(trunk, alone).params, load(plain).params)
+    with pytest.raises(CheckpointError, match=r"tensors of 0 .*\(mtp\.0\.enorm\.weight is missing\)"):
+        load(trunk)
+    with pytest.raises(CheckpointError, match=r"no tensor of mtp\.\*; expected MTP layers"):
+        load(plain, trunk)
+
+
+def test_copies_of_the_tables(plain: Path, tmp_path: Path):
+    """V4-Flash-Base has them; they are kept only if they differ."""
+    config, tensors = small(), v4_tensors(small())
+    own = {"mtp.0.emb.tok_emb.weight": "embed.weight", "mtp.0.head.weight": "head.weight"}
+    copies = {name: tensors[like] for name, like in own.items()}
+    write_v4(tmp_path / "equal", config, tensors | copies)
+    assert_same(load(tmp_path / "equal").params, load(plain).params)
+    write_v4(tmp_path / "other", config, tensors | {name: 2 * w for name, w in copies.items()})
+    loaded = load(tmp_path / "other")
+    np.testing.assert_array_equal(loaded.params.nextn[0].embed, 2 * loaded.params.embed)
+    np.testing.assert_array_equal(loaded.params.nextn[0].head, 2 * loaded.params.head)
+
+
+def test_dspark_stages_are_left_out_where_nobody_drafts(dspark: Path, plain: Path):
+    """config.json says one MTP layer beside them, as releases do."""
+    with pytest.raises(ConfigError, match=r"3 DSpark stages, mtp\.0 to mtp\.2.*num_speculative_tokens=0"):
+        load(dspark)
+    with pytest.raises(CheckpointError, match=r"num_nextn_layers = 1, but .* has 0"):
+        load(dspark, num_nextn_layers=1)
+    with pytest.raises(CheckpointError, match="has DSpark stages; expected MTP layers"):
+        load(plain, dspark)
+    trunk = load(dspark, num_nextn_layers=0)
+    assert not trunk.config.drafts
+    assert all(not name.startswith("mtp.") for name in by_name(trunk))
+    assert load(dspark, plain).config.num_nextn_predict_layers == 1
+
+
+def drop(*names: str) -> Callable[[dict[str, Any]], None]:
+    """A change: without all tensors whose names begin so."""
+
+    def change(tensors: dict[str, Any]) -> None:
+        for name in [n for n in tensors if n.startswith(names)]:
+            del tensors[name]
+
+    return change
+
+
+def add(name: str, like: str) -> Callable[[dict[str, Any]], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[name] = tensors[like]
+
+    return change
+
+
+STAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "no first": (drop("mtp.0."), r"has 2 draft layers, mtp\.1, 2; mtp\.0 is missing"),
+    "none between": (drop("mtp.1."), r"has 2 draft layers, mtp\.0, 2; mtp\.1 is missing"),
+    "no last": (
+        drop("mtp.2."),
+        r"has 2 DSpark stages, mtp\.0 to mtp\.1, without mtp\.1\.markov_head\.markov_w1\.weight.*missing",
+    ),
+    "no context": (drop("mtp.0.main_proj"), r"3 DSpark stages.*without mtp\.0\.main_proj\.weight"),
+    "half and half": (
+        add("mtp.0.enorm.weight", "mtp.0.attn_norm.weight"),
+        r"half MTP, half DSpark: 1 tensors of MTP layers \(mtp\.0\.enorm\.weight\) and 5 of DSpark stages",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_that_are_not_whole(dspark: Path, tmp_path: Path, case: str):
+    change, message = STAGES[case]
+    folder = edit_tensors(dspark, tmp_path / "model", change)
+    for nextn in (None, 0):
+        with pytest.raises(CheckpointError, match=message):
+            load(folder, num_nextn_layers=nextn)
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], dict[str, Any], tuple[str, ...]]] = {
+    "no sink": (drop("layers.1.attn.attn_sink"), {}, ("missing (1): layers.1.attn.attn_sink",)),
+    "no head": (drop("head.weight"), {}, ("missing (1): head.weight", "tie_word_embeddings = false")),
+    "no MTP norm": (drop("mtp.0.hnorm"), {}, ("missing (1): mtp.0.hnorm.weight",)),
+    "an extra": (
+        add("mtp.0.emb.weight", "embed.weight"),
+        {},
+        ("unexpected (1): model.safetensors: mtp.0.emb.weight",),
+    ),
+    "hash layers": (drop(), {"num_hash_layers": 0}, ("num_hash_layers = 0; the layers with tid2eid are 0",)),
+    "ratios": (
+        drop(),
+        {"compress_ratios": [128, 4, 0]},
+        (
+            "compress_ratios[0] = 128; the tensors of layer 0 have 4",
+            "compress_ratios[1] = 4; the tensors of layer 1 have 128",
+        ),
+    ),
+    "experts": (drop(), {"n_routed_experts": 8}, ("n_routed_experts = 8; the tensors have 4",)),
+    "layers": (
+        drop(),
+        {"num_hidden_layers": 3, "compress_ratios": [4, 128, 0, 0]},
+        ("num_hidden_layers = 3; the tensors have 2 trunk layers",),
+    ),
+    "streams": (drop(), {"hc_mult": 2}, ("hc_head_fn has shape [4, 256]; expected [2, 128]",)),
+    "table": (drop(), {"num_experts_per_tok": 3}, (f"{TABLE} has shape [64, 2]; expected [64, 3]",)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensors_and_config_that_do_not_fit(plain: Path, tmp_path: Path, case: str):
+    change, told, fragments = WRONG[case]
+    folder = edit_tensors(plain, tmp_path / "model", change)
+    edit_json(folder / "config.json", **told)
+    with pytest.raises(CheckpointError) as error:
+        load(folder)
+    for fragment in (str(folder), *fragments):
+        assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize("expert", [-1, 4])
+def test_a_table_names_an_expert_that_is_not_there(tmp_path: Path, expert: int):
+    tensors = v4_tensors(small())
+    tensors[TABLE][5, 1] = expert
+    write_v4(tmp_path, small(), tensors)
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path)
+    assert f"{TABLE} gives token 5 expert {expert}; expected 0 to 3 (n_routed_experts = 4)" in str(
+        error.value
+    )
+
+
+PRO = v4_config(
+    **{"hidden_size": 7168, "head_dim": 512, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 1024},
+    **{"moe_intermediate_size": 3072, "n_routed_experts": 384, "num_attention_heads": 128},
+    **{"num_experts_per_tok": 6, "num_hidden_layers": 61, "num_hash_layers": 3, "o_groups": 16},
+    **{"o_lora_rank": 1024, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "sliding_window": 128},
+    **{"vocab_size": 129280, "compress_ratios": [128, *(128, 4) * 30, 0], "torch_dtype": "bfloat16"},
+    **{"quantization_config": QUANTISATION, "expert_dtype": "fp4"},
+)
+
+
+def test_bytes_of_the_release(tmp_path: Path):
+    """V4-Pro has 1.6 T parameters, 49 B of them active, and takes in memory the bytes of its files."""
+    (tmp_path / "config.json").write_text(json.dumps(PRO))
+    summary = summarise(tmp_path)
+    assert round(summary.parameters / 1e12, 1) == 1.6
+    assert int(summary.active_parameters / 1e9) == 49
+    stored = 0
+    for spec in leaves(param_specs(summary.config)):
+        name = str(spec_names(spec).flat[0])
+        if ".ffn.experts." in name:
+            stored += spec.size // 2 + spec.size // 32
+        elif spec.projects:
+            stored += spec.size + math.prod(-(-n // 128) for n in spec.tensor_shape)
+        elif spec.ids:
+            stored += 8 * spec.size
+        else:
+            single = "hc_" in name or name.endswith((".attn_sink", ".ape", ".gate.bias"))
+            stored += (4 if single else 2) * spec.size
+    assert stored < summary.weight_bytes["fp4 and fp8"] < 1.01 * stored
+    assert summary.weight_bytes["fp4 and fp8"] < summary.weight_bytes["bfloat16"] / 3.5
+
+
+def test_a_summary_of_tensors(plain: Path, dspark: Path, tmp_path: Path):
+    fp4 = tmp_path / "fp4"
+    write_v4(fp4, small(), v4_tensors(small()), fp4=True)
+    summary, whole = summarise(fp4), summarise(plain)
+    assert (summary.architecture, summary.nextn_layout, summary.stages) == ("deepseek_v4", "in place", 0)
+    assert summary.parameters == whole.parameters
+    assert summary.stored_bytes == sum(len(t.data) for t in read_folder(fp4).values())
+    assert {"I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"} == summary.stored.keys()
+    kept = load(fp4, narrow="keep", dtype="bfloat16").params
+    assert summary.weight_bytes["fp4 and fp8"] == nbytes(kept)
+    assert summary.weight_bytes["float32"] == nbytes(load(fp4, narrow="dequantise").params)
+    assert summary.weight_bytes_on_cpu == nbytes(load(fp4, narrow="keep").params)
+    text = "the last 16 tokens; 1 layers add 6 entries of 4 tokens, 1 layers all entries of 128"
+    assert text in summary.text()
+    trunk = summarise(dspark)
+    assert (trunk.stages, trunk.nextn_layout, trunk.parameters) == (3, None, whole.parameters)
+    assert "none; 3 DSpark stages, which are not supported, are not read" in trunk.text()
