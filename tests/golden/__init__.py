@@ -23,7 +23,9 @@ HEADS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/draft")))
 EAGLES, BLOCKS = (tuple(v for v in HEADS if v.startswith("eagle3") == eagle) for eagle in (True, False))
 # A variant whose checkpoint only leaves out copies of tensors, and the variant that has its numbers.
 SAME = {"no_mtp_head": "v3"}
-VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/model")} - {*HEADS}))
+# Hyper-connections and compressed attention: numbers of streams, at some rows of a long prompt.
+V4 = ("v4_fp4",)
+VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/model")} - {*HEADS, *V4}))
 # Variants that an engine decodes.
 DECODED = (
     "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
