@@ -65,7 +65,8 @@ class Summary:
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
             projections, embedding and head stay in memory as they are stored.
-        cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows.
+        cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows, in
+            pages of the usual size.
         unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
         stages: number of DSpark stages among DeepSeek-V4's tensors, which are not read.
     """
@@ -117,6 +118,8 @@ class Summary:
             "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
+        if c.compressed:
+            rows["cache per token"] += f", in pages of {c.usual_page} tokens"
         if self.stages:
             rows["NextN layers"] = f"none; {self.stages} DSpark stages, which are not supported, are not read"
         if self.unread:
@@ -252,11 +255,11 @@ def _summary(
     check_divisible(cfg, AbstractMesh(tuple(mesh.values()), tuple(mesh)))
     specs = list(leaves(params))
     total, active, nextn = parameter_counts(cfg)
-    layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
+    layers, page = cfg.num_hidden_layers + cfg.num_nextn_predict_layers, cfg.usual_page
 
     def of_head(dtype: str) -> float:
         sizes = (head := head_of(cfg)) and head.sizes
-        return sum(token_bytes(sizes, i, dtype) for i in range(sizes.num_hidden_layers)) if sizes else 0
+        return sum(token_bytes(sizes, i, dtype, page) for i in range(sizes.num_hidden_layers)) if sizes else 0
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
@@ -279,7 +282,7 @@ def _summary(
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={
-            dtype: math.ceil(sum(token_bytes(cfg, i, dtype) for i in range(layers)) + of_head(dtype))
+            dtype: math.ceil(sum(token_bytes(cfg, i, dtype, page) for i in range(layers)) + of_head(dtype))
             for dtype in (*type_of, "fp8")
         },
         unread=unread or {},

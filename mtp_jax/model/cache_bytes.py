@@ -3,8 +3,6 @@
 A dtype is "float32", "bfloat16" or "fp8".
 """
 
-import math
-
 from mtp_jax.model.config import ModelConfig
 
 _SIZES = {"float32": 4, "bfloat16": 2}
@@ -23,19 +21,32 @@ def key_bytes(cfg: ModelConfig, layer: int, dtype: str) -> int:
     return width * _SIZES[dtype]
 
 
-def token_bytes(cfg: ModelConfig, layer: int, dtype: str) -> int | float:
+def token_bytes(cfg: ModelConfig, layer: int, dtype: str, page_size: int) -> int | float:
     """Bytes of a token: its row, and an index key where the layer has an indexer.
 
-    Several tokens share an entry of compressed attention, with its index key, and a page of ``page_unit``
-    tokens shares the inputs of the next page's first entry.
+    A page of compressed attention has the rows of its last tokens, the inputs of the next page's first entry,
+    and entries of several tokens each, with their index keys.
     """
     row, key, c = row_bytes(cfg, dtype), key_bytes(cfg, layer, dtype), cfg.compressed
-    if c is None or not (ratio := c.ratio(layer)):
+    if c is None or layer >= cfg.num_hidden_layers:
         return row + key
-    return row + (row + key) / ratio + 4 * math.prod(c.boundary(ratio)) / cfg.page_unit
+    ratio = c.ratio(layer)
+    page = row * c.window + c.overlap(ratio) * _inputs(cfg, layer)
+    return page / page_size + ((row + key) / ratio if ratio else 0)
 
 
-def slot_bytes(cfg: ModelConfig, layer: int, window: int) -> int:
-    """Bytes of a slot: recent inputs of compressors. window: most tokens of a slot that a step verifies."""
+def slot_bytes(cfg: ModelConfig, layer: int, dtype: str, widest: int) -> int:
+    """Bytes of a slot: rows of recent tokens, and inputs of compressors. widest: most tokens of a step."""
     c = cfg.compressed
-    return 4 * math.prod(c.recent(ratio, window)) if c and (ratio := c.ratio(layer)) else 0
+    if c is None or layer >= cfg.num_hidden_layers:
+        return 0
+    found = (c.window - 1 + widest - 1) * row_bytes(cfg, dtype)
+    if not (ratio := c.ratio(layer)):
+        return found
+    over = c.overlap(ratio)
+    return found + (ratio + over - 1 + widest - 1) * _inputs(cfg, layer) * (2 if over else 1)
+
+
+def _inputs(cfg: ModelConfig, layer: int) -> int:
+    """Bytes that a layer's compressors read of a token for one entry: values and gates, float32."""
+    return 4 * 2 * (cfg.row.width + cfg.index_dim(layer))

@@ -228,6 +228,11 @@ class ModelConfig:
         """The number of tokens that a page holds a multiple of, so that no entry is split between two."""
         return max((1, *self.compressed.ratios)) if self.compressed else 1
 
+    @property
+    def usual_page(self) -> int:
+        """Tokens of a page where no number is asked for."""
+        return -(-DEFAULT_PAGE // self.page_unit) * self.page_unit
+
     def index_dim(self, layer: int) -> int:
         """Width of a layer's index keys; 0 where it has none."""
         own = self.indexer.dim if self.indexer else self.compressed.index_dim if self.compressed else 0
@@ -265,6 +270,9 @@ class ModelConfig:
             return self
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
+
+DEFAULT_PAGE = 64
+"""Tokens of a page where no number is asked for, of a model whose pages may have any."""
 
 # Fields that are read into classes of their own.
 _PARTS = {

@@ -227,19 +227,6 @@ class CompressedConfig:
         """Tokens before an entry's own that it is made of, too."""
         return ratio if ratio == 4 else 0
 
-    def boundary(self, ratio: int) -> tuple[int, int]:
-        """Tokens at the end of a page, and float32 inputs of each, of which the next page's entry is made."""
-        return self.overlap(ratio), 2 * (self.head_dim + (self.index_dim if ratio == 4 else 0))
-
-    def recent(self, ratio: int, window: int) -> tuple[int, int]:
-        """Tokens of a slot, and float32 inputs of each, that compressors keep between steps.
-
-        A step reads the inputs that an entry may need, while later places hold inputs of rejected tokens.
-        window: most tokens of a slot that a step may write.
-        """
-        over, inputs = self.boundary(ratio)
-        return ratio + over - 1 + window - 1, inputs * (2 if over else 1)
-
 
 @dataclass(frozen=True)
 class HyperConfig:

@@ -40,6 +40,7 @@ class Deployment:
         exchange: the way of rows to their experts.
         memory_fraction: the share of a GPU's memory that is used.
         micro_batches: 1, or 2: one half is computed while the other is exchanged.
+        page_size: tokens of a page of the cache; None: the usual number.
     """
 
     cfg: ModelConfig
@@ -59,6 +60,7 @@ class Deployment:
     exchange: ExchangeWay = "all-to-all"
     memory_fraction: float = MEMORY_FRACTION
     micro_batches: int = 1
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -86,12 +88,13 @@ class Deployment:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a cached token."""
-        return math.ceil(sum(token_bytes(self.cfg, i, self.cache) for i in self.layers))
+        page = self.page_size or self.cfg.usual_page
+        return math.ceil(sum(token_bytes(self.cfg, i, self.cache, page) for i in self.layers))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot beside its cached tokens."""
-        return sum(slot_bytes(self.cfg, i, self.depth + 1) for i in self.layers)
+        return sum(slot_bytes(self.cfg, i, self.cache, self.depth + 1) for i in self.layers)
 
 
 def hosts_for(gpu: Gpu, gpus: int) -> int:
