@@ -65,8 +65,7 @@ class Summary:
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
         weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
             projections, embedding and head stay in memory as they are stored.
-        cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows, in
-            pages of the usual size.
+        cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows.
         unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
         stages: number of DSpark stages among DeepSeek-V4's tensors, which are not read.
     """

@@ -185,4 +185,5 @@ def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
         cache="bfloat16" if args.kv_cache_dtype == "auto" else "fp8",
         exchange=auto if args.exchange == "auto" else args.exchange,
         memory_fraction=args.memory_fraction,
+        page_size=getattr(args, "page_size", None),
     )

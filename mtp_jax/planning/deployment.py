@@ -125,6 +125,11 @@ def _check(d: Deployment) -> None:
     for name in ("requests", "context"):
         need(getattr(d, name) >= 1, f"{name} = {getattr(d, name)}; expected 1 or more")
     need(0 < d.memory_fraction <= 1, f"memory_fraction = {d.memory_fraction:g}; expected above 0, at most 1")
+    page, unit = c.usual_page if d.page_size is None else d.page_size, c.page_unit
+    need(
+        page > 0 and page % unit == 0,
+        f"page_size = {page}; expected a multiple of {unit}, such as {c.usual_page}",
+    )
     limit = c.max_position_embeddings
     need(d.context <= limit, f"context = {d.context}; the model has positions for {limit}")
     need(0 <= d.depth <= 8, f"depth = {d.depth}; expected 0 to 8 drafts")

@@ -169,6 +169,15 @@ def test_the_trunk_of_a_model_with_dspark_stages_is_planned(plan, models):
     assert found["weights"] == "fp8, experts in fp4"
 
 
+def test_large_pages_of_v4_take_less_memory(plan):
+    """12 kB per token at 128k of context, MTP and the slot included; 55 kB with the least pages."""
+    argv = "deepseek-v4-flash", "--gpus", "4", "--context", "131072", "--depths", "3", "--json"
+    (small,), (large,) = (json.loads(plan(*argv, *more))["memory"] for more in ((), ("--page-size", "2048")))
+    assert (small["cache_bytes_per_token"], large["cache_bytes_per_token"]) == (55_296, 10_866)
+    assert large["cache_bytes_per_token"] + large["cache_bytes_per_slot"] / 131072 < 12_000
+    assert large["requests"] > 4 * small["requests"]
+
+
 def test_a_load_for_v4(plan):
     """Pages are of 128 tokens by default, and slots take memory of their own."""
     argv = "DeepSeek-V4-Flash", "--gpus", "4", "--mesh", "1x4", "--load", "load.jsonl", "--json"
@@ -241,6 +250,8 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("dspark.json --depths 1", "with --depths 0"),
         ("dspark.json --load load.jsonl", "with --num-speculative-tokens 0"),
         ("DeepSeek-V4-Pro --load load.jsonl --page-size 64", "--page-size 64; expected a multiple of 128"),
+        ("DeepSeek-V4-Pro --page-size 64", "--page-size 64; expected a multiple of 128, such as 128"),
+        ("DeepSeek-V3 --page-size 0", "--page-size 0; expected a multiple of 1, such as 64"),
         ("DeepSeek-V4-Flash --gpus 16 --mesh 1x16 --gpu gb200", "o_groups = 8 does not divide over the 16"),
     ],
 )

@@ -80,11 +80,12 @@ def test_cached_tokens_take_the_bytes_of_their_rows(name):
 
 
 def test_a_slot_of_v4_takes_memory_beside_its_tokens():
-    """Recent inputs of compressors: 7 tokens and a window's drafts at ratio 4, 127 at 128, in float32."""
+    """Rows of 127 tokens and a window's drafts; inputs, in float32, of 7 at ratio 4 and of 127 at 128."""
     cfg, depth = KNOWN["deepseek-v4-flash"], 3
     d = Deployment(cfg, Storage.of(cfg), GPUS["h200"], data=4, depth=depth, context=1000)
     found = memory(d)
-    assert found.per_slot == 4 * (21 * (7 + depth) * 4 * (512 + 128) + 20 * (127 + depth) * 2 * 512)
+    inputs = 21 * (7 + depth) * 4 * (512 + 128) + 20 * (127 + depth) * 2 * 512
+    assert found.per_slot == 43 * (127 + depth) * 512 * 2 + 4 * inputs
     assert found.requests == found.of.bytes // (1000 * found.per_token + found.per_slot) * 4
     taken = 10 * found.per_slot
     assert found.beside(10) == (found.of.bytes - taken) // found.per_token < found.tokens / 4
