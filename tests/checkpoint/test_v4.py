@@ -13,6 +13,7 @@ import pytest
 from mtp_jax.checkpoint import Loaded, load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves
@@ -55,7 +56,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dspark(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("v4") / "dspark"
-    write_v4(folder, small(**DSPARK), v4_tensors(small(**DSPARK)))
+    config = small(**DSPARK, compress_ratios=[4, 128, 0, 0, 0])
+    write_v4(folder, config, v4_tensors(config))
     return folder
 
 
@@ -120,6 +122,9 @@ def test_dspark_stages_are_left_out_where_nobody_drafts(dspark: Path, plain: Pat
     assert not trunk.config.drafts
     assert all(not name.startswith("mtp.") for name in by_name(trunk))
     assert load(dspark, plain).config.num_nextn_predict_layers == 1
+    config = small(compress_ratios=[4, 128, 0, 0, 0])
+    with pytest.raises(ConfigError, match="compress_ratios has 5 entries; expected 2"):
+        ModelConfig.from_dict(config)
 
 
 def drop(*names: str) -> Callable[[dict[str, Any]], None]:
