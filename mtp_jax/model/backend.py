@@ -112,7 +112,7 @@ class Backend:
         p: Layer,
         cfg: ModelConfig,
         x: Stream,
-        angles: Float[Array, "B W 2 r"],
+        angles: Float[Array, "B W ... 2 r"],
         cache: Cache | None,
         views: Views,
         rows: Rows | None = None,

@@ -86,7 +86,7 @@ class Sight:
         tokens: ids, where a layer chooses experts by them.
     """
 
-    angles: Float[Array, "B W 2 r"]
+    angles: Float[Array, "B W ... 2 r"]
     views: Views = ()
     choice: Choice = ()
     tokens: Int[Array, "B W"] | None = None
@@ -200,7 +200,7 @@ def _looped(
     layers: Stack[Layer],
     model: Model,
     x: Stream,
-    angles: Float[Array, "B W 2 r"],
+    angles: Float[Array, "B W ... 2 r"],
     cache: Stack[LayerCache],
     views: Views,
     taps: Taps,

@@ -85,7 +85,7 @@ class Own:
         return len(self.compressors[0].places) if self.compressors else 0
 
 
-Far = tuple[Float[Array, "B ... h"], Bool[Array, "B b K"]]
+Far = tuple[Float[Array, "_B ... _h"], Bool[Array, "_B _b _K"]]
 """Entries of a block of tokens, [B, L, h] or of each token [B, b, K, h], and the entries that tokens see."""
 
 FarOf = Callable[[Callable[[Array], Array]], Far]
