@@ -91,6 +91,23 @@ def test_experts_over_eight_devices(folder: Path, held: Arrays):
     assert gate_up.codes.addressable_shards[0].data.shape == (1, 2, 32, 32)
 
 
+def test_projections_over_two_devices(tmp_path: Path, held: Arrays):
+    """In widths whose blocks divide; of the others the error says which do not."""
+    config = CONFIG | {"o_groups": 2, "o_lora_rank": 128, "moe_intermediate_size": 256}
+    want, mesh = write_v4(tmp_path, config, v4_tensors(config), fp4=True), make_mesh(1, 2)
+    split = load(tmp_path, narrow="keep", mesh=mesh)
+    for name, w in values(split).items():
+        np.testing.assert_array_equal(w, want[name], name)
+    o = split.params.layers[0].attention.o_a
+    assert isinstance(o, Fp8)
+    assert [a.addressable_shards[0].data.shape for a in (o.values, o.scale)] == [(1, 128, 128), (1, 1)]
+    edit_json(tmp_path / "config.json", o_groups=4, o_lora_rank=64)
+    with pytest.raises(
+        CheckpointError, match=r"wo_a\.weight is F8_E4M3 \[256, 128\]; expected .*\[256, 64\]"
+    ):
+        load(tmp_path, narrow="keep", mesh=mesh)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_code_under_every_scale(dtype: Any):
     """Scales by which the least value, a half, is a normal float32, up to the largest."""
