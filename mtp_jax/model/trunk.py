@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import hyper, micro_batches
 from mtp_jax.model.backend import Backend, xla
-from mtp_jax.model.cache import Cache, CompressedCache, LayerCache, Views
+from mtp_jax.model.cache import Cache, LayerCache, Views, WindowCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rope_angles
@@ -36,13 +36,13 @@ REFERENCE = xla()
 Taps = dict[int, Float[Array, "B W D"]]
 """Residual streams by number: k is the stream after k layers, 0 the embedding; STREAMS: see there.
 
-With hyper-connections a tap is the mean of the streams.
+A tap of a model with hyper-connections is the mean of its streams.
 """
 
 STREAMS = -2
 """The number of a tap that is all streams behind the last layer, side by side, with hyper-connections."""
 
-Caches = tuple[LayerCache | CompressedCache | Stack[LayerCache], ...]
+Caches = tuple[LayerCache | WindowCache | Stack[LayerCache], ...]
 """Caches of groups of layers, a stack for a stack."""
 
 OneCache = TypeVar("OneCache", bound=Cache | None)

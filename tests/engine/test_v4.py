@@ -93,7 +93,7 @@ def test_chunks_of_prompts_change_nothing(chunk: int):
 
 @pytest.mark.slow
 def test_a_mesh_changes_nothing():
-    """Slots, pages and inputs of compressors over two data shards; heads, groups and experts over two more."""
+    """Slots and pages over two data shards; heads, groups of heads and experts over two more."""
     found, mesh = loaded(), make_mesh(2, 2)
     params = on_mesh(found.params, mesh, found.config)
     sizes = {"page_size": PAGE, "max_model_len": 400, "max_num_seqs": 4, "prefill_chunk": 64}

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from mtp_jax.model import trunk
+from mtp_jax.model.attention.compressed import empty_window
 from mtp_jax.model.backend import xla_cpu
-from mtp_jax.model.cache import CompressedCache, LayerCache, PagedView, empty_cache, empty_compressed
+from mtp_jax.model.cache import PagedView, WindowCache, empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Caches, Model
@@ -49,12 +50,9 @@ def whole() -> np.ndarray:
 def empty(fp8: bool = False) -> Caches:
     cfg, _ = model()
 
-    def one(layer: int) -> LayerCache | CompressedCache:
+    def one(layer: int) -> WindowCache:
         pages = empty_cache(SLOTS * COLUMNS + 1, SIZE, cfg, layer, jnp.float32, fp8=fp8)
-        assert cfg.compressed is not None
-        if not cfg.compressed.ratio(layer):
-            return pages
-        return empty_compressed(pages, cfg, layer, SLOTS, WIDEST)
+        return empty_window(pages, cfg, layer, SLOTS, WIDEST)
 
     def broken(a: jax.Array) -> jax.Array:
         return jnp.full_like(a, jnp.nan if jnp.issubdtype(a.dtype, jnp.floating) else 255)
@@ -83,23 +81,22 @@ def in_use(caches: Caches, length: np.ndarray) -> list[np.ndarray]:
     """Everything that a later token may read, of sequences of these lengths."""
     found = []
     for slot, (table, tokens) in enumerate(zip(np.asarray(TABLE), length, strict=True)):
-        for layer in caches:
-            raw = layer.raw if isinstance(layer, CompressedCache) else layer
-            assert isinstance(raw, LayerCache)
-            for pages in jax.tree.leaves(raw.rows):
-                found.append(np.asarray(pages)[table].reshape(COLUMNS * SIZE, -1)[:tokens])
-            if not isinstance(layer, CompressedCache):
-                continue
-            ratio = layer.ratio
-            for pages in jax.tree.leaves(layer.entries):
+        whole = table[: tokens // SIZE]
+        for layer, ratio in zip(caches, CONFIG["compress_ratios"], strict=False):
+            assert isinstance(layer, WindowCache)
+            for pages in jax.tree.leaves((layer.pages.rows, layer.pages.inputs)):
+                found.append(np.asarray(pages)[whole])
+            for pages in jax.tree.leaves(layer.pages.entries):
                 rows = np.asarray(pages)[table].reshape(COLUMNS * SIZE // ratio, -1)
                 found.append(rows[: tokens // ratio])
-            if layer.boundary is not None:
-                found.append(np.asarray(layer.boundary)[table[: tokens // SIZE]])
-            # Of the page's tokens, these of which an entry that is not whole yet may be made.
-            first = max(tokens // ratio * ratio - (ratio if ratio == 4 else 0), tokens // SIZE * SIZE)
-            recent = np.asarray(layer.recent)[int(SLOT[slot])]
-            found.append(recent[np.arange(first, tokens) % len(recent)])
+            # Of the page's tokens: the window's, and these of which an entry that is not whole may be made.
+            window, entry = tokens - (CONFIG["sliding_window"] - 1), tokens
+            if ratio:
+                entry = tokens // ratio * ratio - (ratio if ratio == 4 else 0)
+            for values, first in ((layer.slots.rows, window), (layer.slots.inputs, entry)):
+                at = np.arange(max(first, tokens // SIZE * SIZE), tokens)
+                for own in jax.tree.leaves(values):
+                    found.append(np.asarray(own)[int(SLOT[slot])][at % own.shape[1]])
     return found
 
 
