@@ -323,7 +323,7 @@ def test_pages_of_deepseek_v4(tmp_path: Path):
     """A page has the rows and inputs of its last tokens, with which the other server goes on."""
     cfg = v4.model(num_hidden_layers=3, compress_ratios=[4, 128, 0, 0])
     save_checkpoint(tmp_path, cfg, tiny_params(cfg), "float32")
-    sizes = {**SIZES, "page_size": 128, "max_model_len": 400, "prefill_chunk": 64}
+    sizes = {**SIZES, "host_cache_gib": 0.01, "page_size": 128, "max_model_len": 400, "prefill_chunk": 64}
     prefiller, decoder = (LLM(tiny_tokenizer.write(tmp_path, cfg.vocab_size), **sizes) for _ in range(2))
     prompt = [5 + (7 * k * k) % 50 for k in range(300)]
     want = decoder.generate([prompt], GREEDY)[0]
