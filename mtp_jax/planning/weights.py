@@ -33,9 +33,8 @@ class Format:
 BFLOAT16 = Format("bfloat16", 2, "bf16", 2)
 # A float32 scale per block of 128 x 128; rows have one per 128 values (arXiv 2412.19437, section 3.3).
 FP8 = Format("fp8", 1 + 4 / FP8_BLOCK**2, "fp8", 1 + 4 / FP8_BLOCK)
-# DeepSeek-V4's FP4: a power of two per group of values, in a byte. Its release multiplies them with FP8 rows
-# (fp4_gemm of its inference code).
-FP4 = Format("fp4", 0.5 + 1 / FP4_GROUP, "fp8", FP8.row)
+# DeepSeek-V4's experts: a power of two in a byte per 32 values; they are expanded where they are multiplied.
+FP4 = Format("fp4", 0.5 + 1 / FP4_GROUP, "bf16", 2)
 # NVIDIA's FP4: an e4m3 scale per 16 values. Published measurements have it; the engine does not read it.
 NVFP4 = Format("nvfp4", 0.5 + 1 / 16, "fp4", 0.5 + 1 / 16)
 
@@ -56,9 +55,8 @@ class Storage:
     def of(cls, cfg: ModelConfig) -> "Storage":
         """The formats that config.json announces, bfloat16 by default."""
         others = FP8 if cfg.fp8 else BFLOAT16
-        if cfg.fp4:
-            return cls(FP4, others)
-        return cls(others if cfg.int4_group is None else int4(cfg.int4_group), others)
+        experts = FP4 if cfg.fp4 else others
+        return cls(experts if cfg.int4_group is None else int4(cfg.int4_group), others)
 
     @property
     def name(self) -> str:
@@ -86,7 +84,7 @@ class Weights:
     Attributes:
         narrow: projections, in the checkpoint's format if it has one.
         half: tables, biases, matrices absorbed by queries and outputs, the merge of NextN: always in 16 bits.
-        single: norms, routers, compressors, hyper-connections: always in float32.
+        single: norms, routers, compressors and hyper-connections: always in float32.
     """
 
     narrow: int = 0
@@ -108,7 +106,7 @@ class Block:
 
     Attributes:
         whole: parts of attention that each GPU has whole: norms, low ranks, the indexer, keys and values of
-            grouped-query attention; compressors, and hyper-connections of both halves.
+            grouped-query attention, compressors, hyper-connections.
         heads: parts of attention that GPUs divide by heads.
         mlp: the dense MLP or the shared experts, which GPUs divide by width.
         router: the router, whole on each GPU; zero in a dense block.
@@ -126,8 +124,8 @@ class Block:
     @classmethod
     def of(cls, layer: Layer) -> "Block":
         """The block of a layer's specs."""
-        hyper = layer.attention_hyper, layer.mlp_hyper
-        attention = tuple(leaves((layer.attention_norm, layer.attention, layer.mlp_norm, hyper)))
+        own = layer.attention_norm, layer.attention, layer.mlp_norm
+        attention = tuple(leaves((*own, layer.attention_hyper, layer.mlp_hyper)))
         whole = Weights.of(tuple(s for s in attention if "heads" not in s.axes))
         heads = Weights.of(tuple(s for s in attention if "heads" in s.axes))
         mlp = layer.mlp

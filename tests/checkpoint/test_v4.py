@@ -1,6 +1,5 @@
 """DeepSeek-V4's checkpoints: every tensor accounted for, and the drafter told from its tensors."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +12,13 @@ import pytest
 from mtp_jax.checkpoint import Loaded, load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves
 from tests.checkpoint.files import assert_same, edit_json, edit_tensors, read_folder
-from tests.v4 import DSPARK, QUANTISATION, Arrays, v4_config, v4_tensors, write_v4
+from tests.planning.releases import write
+from tests.v4 import DSPARK, Arrays, v4_config, v4_tensors, write_v4
 
 TABLE = "layers.0.ffn.gate.tid2eid"
 
@@ -55,7 +56,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dspark(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("v4") / "dspark"
-    write_v4(folder, small(**DSPARK), v4_tensors(small(**DSPARK)))
+    config = small(**DSPARK, compress_ratios=[4, 128, 0, 0, 0])
+    write_v4(folder, config, v4_tensors(config))
     return folder
 
 
@@ -120,6 +122,9 @@ def test_dspark_stages_are_left_out_where_nobody_drafts(dspark: Path, plain: Pat
     assert not trunk.config.drafts
     assert all(not name.startswith("mtp.") for name in by_name(trunk))
     assert load(dspark, plain).config.num_nextn_predict_layers == 1
+    config = small(compress_ratios=[4, 128, 0, 0, 0])
+    with pytest.raises(ConfigError, match="compress_ratios has 5 entries; expected 2"):
+        ModelConfig.from_dict(config)
 
 
 def drop(*names: str) -> Callable[[dict[str, Any]], None]:
@@ -215,20 +220,9 @@ def test_a_table_names_an_expert_that_is_not_there(tmp_path: Path, expert: int):
     )
 
 
-PRO = v4_config(
-    **{"hidden_size": 7168, "head_dim": 512, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 1024},
-    **{"moe_intermediate_size": 3072, "n_routed_experts": 384, "num_attention_heads": 128},
-    **{"num_experts_per_tok": 6, "num_hidden_layers": 61, "num_hash_layers": 3, "o_groups": 16},
-    **{"o_lora_rank": 1024, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "sliding_window": 128},
-    **{"vocab_size": 129280, "compress_ratios": [128, *(128, 4) * 30, 0], "torch_dtype": "bfloat16"},
-    **{"quantization_config": QUANTISATION, "expert_dtype": "fp4"},
-)
-
-
 def test_bytes_of_the_release(tmp_path: Path):
     """V4-Pro has 1.6 T parameters, 49 B of them active, and takes in memory the bytes of its files."""
-    (tmp_path / "config.json").write_text(json.dumps(PRO))
-    summary = summarise(tmp_path)
+    summary = summarise(write(tmp_path, "DeepSeek-V4-Pro"))
     assert round(summary.parameters / 1e12, 1) == 1.6
     assert int(summary.active_parameters / 1e9) == 49
     stored = 0

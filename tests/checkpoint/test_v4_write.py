@@ -75,6 +75,8 @@ def test_orbax_of_a_trunk_whose_drafter_is_left_out(tmp_path: Path):
     write_v4(tmp_path / "dspark", config, v4_tensors(config))
     convert(tmp_path / "dspark", tmp_path / "orbax", num_nextn_layers=0, dtype="float32")
     assert_same(load(tmp_path / "orbax").params, load(tmp_path / "dspark", num_nextn_layers=0).params)
+    with pytest.raises(CheckpointError, match="has 3 DSpark stages and no NextN layer: nothing to export"):
+        export_nextn(tmp_path / "dspark", tmp_path / "mtp")
 
 
 @pytest.mark.parametrize("name", ["plain", "fp4"])
