@@ -60,7 +60,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """The preset "dense" or "moe": about 200 million parameters in 24 layers; or "v4". Raises ConfigError.
+    """The preset "dense" or "moe", of about 200 million parameters in 24 layers, or "v4". Raises ConfigError.
 
     A vocabulary of 4096 keeps the head's share of a step near the release's: 2 to 5 % of the weights a token
     touches (DeepSeek-V3: 2.5 %), so that a draft, which needs the head too, is as cheap as it is there.
@@ -70,7 +70,7 @@ def preset(name: str) -> Preset:
     if name == "moe":
         return Preset("2 dense and 22 MoE layers, 0.8 GB in float32", _moe(), noise=4.384)
     if name == "v4":
-        return Preset("12 layers of DeepSeek-V4, 0.4 GB in float32", _v4(), noise=4.0)
+        return Preset("6 layers of DeepSeek-V4, 0.5 GB in float32", _v4(), noise=4.4925)
     raise ConfigError(f"preset {name!r} is unknown; expected {' or '.join(map(repr, PRESETS))}")
 
 
@@ -115,7 +115,7 @@ def _moe() -> ModelConfig:
 
 
 def _v4() -> ModelConfig:
-    """Layers of all kinds in the release's order; a third of a prompt of 1,024 tokens is chosen from."""
+    """Layers of all kinds, in the release's order. They are compiled one by one, so there are few."""
     return replace(
         _dense(),
         hidden_size=768,
@@ -187,7 +187,7 @@ def rigged_params(cfg: ModelConfig, noise: float, seed: int = 0, dtype: str = "f
 def with_noise(params: Params, noise: float, seed: int = 0) -> Params:
     """``params`` with eh_proj = [identity | 0] + noise * N(0, 1 / D) in every NextN layer.
 
-    Of several streams e_proj and h_proj stand for the halves of eh_proj.
+    Where there are several streams, e_proj and h_proj are the halves of eh_proj.
     """
 
     def rig(k: int, p: NextN) -> NextN:

@@ -125,7 +125,7 @@ def test_presets_have_200_million_parameters_and_24_layers(name):
 def test_the_preset_of_v4_has_layers_of_every_kind_and_is_written_and_read(tmp_path):
     found = preset("v4").config
     size = sum(int(np.prod(s.shape)) for s in jax.tree.leaves(param_specs(found)))
-    assert 90e6 < size < 120e6
+    assert 110e6 < size < 130e6
     assert found.compressed is not None
     assert {*found.compressed.ratios} == {0, 4, 128}
     assert 0 < found.num_hash_layers < found.num_hidden_layers
@@ -138,22 +138,6 @@ def test_the_preset_of_v4_has_layers_of_every_kind_and_is_written_and_read(tmp_p
     jax.tree.map(np.testing.assert_array_equal, loaded.params, rigged)
     table = np.asarray(rigged.layers[0].mlp.by_token)
     assert all(len({*row}) == V4.num_experts_per_tok for row in table.tolist())
-
-
-def test_the_text_of_a_rigged_v4_is_the_chain_and_its_drafts_come_true():
-    """All of them without noise, and with noise some, of the same text."""
-    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 2, "max_model_len": 64, "page_size": 128}
-    params, following = rigged_params(V4, 0.0), chain(V4)
-    engine, lengths = local_engine(V4, params, EngineConfig(**sizes)), []
-    for noise in (0.0, NOISE):
-        local_runner(engine).take(with_noise(params, noise))
-        requests = complete(engine, random_prompts(V4, 2, 8, seed=9), 40)
-        for r in requests:
-            assert r.progress.output == following[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
-        runs = [r.progress.speculation for r in requests]
-        lengths.append(sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1)
-    assert lengths[0] == 4
-    assert 1.2 < lengths[1] < 3.9
 
 
 def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):

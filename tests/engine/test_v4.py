@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_runner
+from mtp_jax.bench.synthetic import chain, rigged_params, with_noise
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import make_mesh
 from tests import v4
 from tests.models import accepted, make_engine, on_mesh, serve, tiny_params
@@ -22,9 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PAGE = 128
 
 
-def engine_of(**config: Any) -> Engine:
+def engine_of(params: Params | None = None, **config: Any) -> Engine:
     sizes = {"page_size": PAGE, "max_model_len": 400, "max_num_seqs": 2, "prefill_chunk": 64}
-    return make_engine(cfg=CFG, **{**sizes, "num_speculative_tokens": 3, **config})
+    return make_engine(params, CFG, **{**sizes, "num_speculative_tokens": 3, **config})
 
 
 @cache
@@ -63,6 +66,20 @@ def test_drafts_and_cached_pages_change_no_text():
         hit = serve(engine, longer, compiled=True)
         assert [r.progress.cached_tokens for r in (*cold, *hit)] == [0, cached]
         assert told(hit) == told(cold)
+
+
+def test_the_synthetic_model_speaks_its_chain_and_drafts_it():
+    """All drafts come true without noise, and with noise some, of the same text."""
+    params, following = rigged_params(CFG, 0.0), chain(CFG)
+    engine, lengths = engine_of(params), []
+    for noise in (0.0, 2.0):
+        engine.flush_prefix_cache()
+        local_runner(engine).take(with_noise(params, noise))
+        requests = serve(engine, jobs(254, 119), exactly=not lengths, compiled=bool(lengths))
+        for r in requests:
+            assert r.progress.output == following[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
+        lengths.append(kept(requests) / sum(len(accepted(r)) for r in requests) + 1)
+    assert lengths[0] > 3.5 > lengths[1] > 1.2
 
 
 @pytest.mark.slow
