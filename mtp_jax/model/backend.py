@@ -370,7 +370,7 @@ def backend(
         found = jax.devices()[0].device_kind
         raise ConfigError(
             "kernels = 'mosaic_gpu' needs an NVIDIA GPU of the Hopper generation (H100, H200); found "
-            f"{found}: --kernels auto or xla, in Python kernels='auto' or 'xla'"
+            f"{found}; take kernels=auto or kernels=xla"
         )
     if kernels == "mosaic_gpu" or (kernels == "auto" and is_hopper()):
         return mosaic_gpu(mesh, exchange=by, micro_batches=micro_batches, strict=kernels == "mosaic_gpu")

@@ -116,7 +116,10 @@ class ModelConfig:
         required += OF_MLA if mla else ()
         missing = [n for n in required if n not in values]
         if missing:
-            raise ConfigError(f"config.json lacks {', '.join(missing)}; a DeepSeek-V3 config has them all")
+            family = "V4" if values["compressed"] else "V3"
+            raise ConfigError(
+                f"config.json lacks {', '.join(missing)}; a DeepSeek-{family} config has them all"
+            )
         if not moe:
             values["first_k_dense_replace"] = values["num_hidden_layers"]
         for name, kind in _PARTS.items():
@@ -365,6 +368,7 @@ def _check(c: ModelConfig) -> None:
         c.hyper.check()
         need(is_number(c.swiglu_limit) and c.swiglu_limit > 0, "swiglu_limit", "a positive number")
         need(c.q_lora_rank is not None, "q_lora_rank", "a positive integer: queries have a low rank")
+        need(c.n_routed_experts > 0, "n_routed_experts", "a positive integer")
         need(c.n_shared_experts == 1, "n_shared_experts", "1")
         need(c.norm_topk_prob, "norm_topk_prob", "true")
         most = c.num_hidden_layers

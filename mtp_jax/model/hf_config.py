@@ -130,7 +130,7 @@ _NOT_V4 = {"compressed": None, "hyper": None, "swiglu_limit": None, "num_hash_la
 def _refuse_unsupported(raw: JsonObject) -> None:
     kind = _model_type(raw)
     if kind not in _MODEL_TYPES:
-        plain = str(kind).lower().replace("_", "")
+        plain = re.sub("[_.]", "", str(kind).lower())
         reasons = [r for k, r in _REFUSED.items() if plain.startswith(k.replace("_", ""))]
         known = ", ".join(sorted({*_MODEL_TYPES, *_NESTING}))
         why = f": {reasons[0]}" if reasons else f"; expected one of {known}"

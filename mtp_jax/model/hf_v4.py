@@ -17,6 +17,7 @@ RATIOS = {
 }
 _RATE_NAMES = {"compress_rate_csa": 4, "compress_rate_hca": 128}
 _HASH, _ROUTED = "hash_moe", "moe"
+_OF_YARN = "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"
 # Needed in ``ModelConfig`` itself, under the same names.
 _REQUIRED = (
     "num_hidden_layers",
@@ -42,6 +43,9 @@ def v4_parts(raw: JsonObject) -> JsonObject:
     hyper = {f: raw[key] for f, key in HyperConfig.KEYS.items() if raw.get(key) is not None}
     nested = _nested(raw)
     theta = nested["main"].get("rope_theta") if nested else raw.get("rope_theta")
+    kind = nested["main"].get("rope_type") if nested else None
+    if kind not in (None, "default"):
+        raise ConfigError(f"rope_parameters.main has rope_type = {kind!r:.80}; expected 'default'")
     if nested and "rope_theta" in nested["compress"]:
         compressed["theta"] = nested["compress"]["rope_theta"]
     rope = _rope_width(raw)
@@ -49,6 +53,7 @@ def v4_parts(raw: JsonObject) -> JsonObject:
     lacks = [key for key in _REQUIRED if raw.get(key) is None]
     lacks += [key for f, key in names.items() if f not in compressed | hyper and f != "ratios"]
     lacks += [] if theta is not None else ["rope_theta"]
+    lacks += [] if nested or "rope_scaling" in raw else ["rope_scaling (null: no YaRN)"]
     lacks += [] if rope is not None else ["qk_rope_head_dim"]
     if lacks:
         raise ConfigError(f"config.json lacks {', '.join(lacks)}; DeepSeek-V4 has them all")
@@ -77,6 +82,9 @@ def yarn_source(raw: JsonObject) -> JsonObject:
     found = nested["compress"] if nested else raw.get("rope_scaling") or {}
     if not isinstance(found, dict):
         raise ConfigError(f"rope_scaling = {found!r:.200}; expected an object or null")
+    yarn = "yarn" in (found.get("rope_type"), found.get("type"))
+    if lacks := [key for key in _OF_YARN if yarn and not found.get(key)]:
+        raise ConfigError(f"yarn rope scaling has no {', '.join(lacks)}: {found!r:.200}")
     for key, want in (("attention_factor", 1), ("mscale", None), ("mscale_all_dim", None)):
         if found.get(key) not in (None, want):
             raise ConfigError(f"{key} = {found[key]!r:.80} is not supported; DeepSeek-V4 scales no attention")
@@ -103,11 +111,14 @@ def _rope_width(raw: JsonObject) -> object:
     if raw.get("qk_rope_head_dim") is not None:
         return raw["qk_rope_head_dim"]
     nested = _nested(raw)
-    share = raw.get("partial_rotary_factor") or (nested or {"main": {}})["main"].get("partial_rotary_factor")
-    dim = raw.get("head_dim")
-    if isinstance(share, int | float) and isinstance(dim, int):
-        return round(share * dim)
-    return None
+    share, dim = raw.get("partial_rotary_factor"), raw.get("head_dim")
+    if share is None and nested:
+        share = nested["main"].get("partial_rotary_factor")
+    if share is None:
+        return None
+    if not is_number(share) or not 0 < share <= 1:
+        raise ConfigError(f"partial_rotary_factor = {share!r:.80}; expected a number above 0, at most 1")
+    return round(share * dim) if is_number(dim) else 0  # the check of head_dim reports the fault
 
 
 def _ratios(raw: JsonObject) -> tuple[int, ...]:
@@ -116,7 +127,7 @@ def _ratios(raw: JsonObject) -> tuple[int, ...]:
     The release's list goes on with the draft layers, which have windows alone; transformers drops them. No
     key counts DSpark stages.
     """
-    layers, drafts = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers") or 0
+    layers, drafts = _count(raw, "num_hidden_layers"), _count(raw, "num_nextn_predict_layers")
     given, kinds = raw.get("compress_ratios"), raw.get("layer_types")
     if given is None and kinds is None:
         raise ConfigError("config.json lacks compress_ratios; DeepSeek-V4 has a ratio for each layer")
@@ -127,28 +138,34 @@ def _ratios(raw: JsonObject) -> tuple[int, ...]:
             len(given) in (layers, layers + drafts) or (stages and len(given) > layers)
         )
         if not fits:
-            count = len(given) if isinstance(given, list) else repr(given)[:80]
-            raise ConfigError(
-                f"compress_ratios has {count} entries; expected {layers} for num_hidden_layers, or "
-                f"{layers + drafts} with draft layers"
-            )
+            got = f"has {len(given)} entries" if isinstance(given, list) else f"= {given!r:.80}, not a list"
+            more = f", or {layers + drafts} with num_nextn_predict_layers = {drafts}" if drafts else ""
+            raise ConfigError(f"compress_ratios {got}; expected {layers} for num_hidden_layers{more}")
         if any(type(r) is not int or r not in RATIOS.values() for r in given) or any(given[layers:]):
             raise ConfigError(
                 f"compress_ratios = {given!r:.200} is not supported; expected {allowed}, and 0 for draft "
                 "layers"
             )
         return tuple(given[:layers])
-    if not isinstance(kinds, list) or len(kinds) != layers or not {*kinds} <= RATIOS.keys():
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in [*RATIOS] for k in kinds):
         raise ConfigError(
             f"layer_types = {kinds!r:.200}; expected one of {', '.join(RATIOS)} for each of {layers} layers"
         )
     rates = raw.get("compress_rates") or {k: r for k, r in RATIOS.items() if r}
     named = {name: raw[name] for name in _RATE_NAMES if raw.get(name) is not None}
-    if any(RATIOS.get(k) != r for k, r in rates.items()) or any(
-        _RATE_NAMES[k] != r for k, r in named.items()
-    ):
+    if not isinstance(rates, dict):
+        raise ConfigError(f"compress_rates = {rates!r:.200}; expected an object, of {allowed} by layer type")
+    if any((RATIOS | _RATE_NAMES).get(k) != r for k, r in (rates | named).items()):
         raise ConfigError(f"compress_rates = {rates | named!r:.200} is not supported; expected {allowed}")
     return tuple(RATIOS[kind] for kind in kinds)
+
+
+def _count(raw: JsonObject, key: str) -> int:
+    """A number of layers; 0 where the key is missing."""
+    count = raw.get(key)
+    if count is not None and (type(count) is not int or count < 0):
+        raise ConfigError(f"{key} = {count!r:.80}; expected an integer >= 0")
+    return count or 0
 
 
 def _hash_layers(raw: JsonObject) -> object:
@@ -158,7 +175,9 @@ def _hash_layers(raw: JsonObject) -> object:
         return raw["num_hash_layers"]
     if kinds is None:
         raise ConfigError("config.json lacks num_hash_layers; DeepSeek-V4 chooses experts by token there")
-    count = kinds.count(_HASH) if isinstance(kinds, list) else 0
-    if not isinstance(kinds, list) or kinds != [_HASH] * count + [_ROUTED] * (len(kinds) - count):
-        raise ConfigError(f"mlp_layer_types = {kinds!r:.200}; expected {_HASH!r}s, then {_ROUTED!r}s")
+    layers, count = _count(raw, "num_hidden_layers"), kinds.count(_HASH) if isinstance(kinds, list) else 0
+    if kinds != [_HASH] * count + [_ROUTED] * (layers - count):
+        raise ConfigError(
+            f"mlp_layer_types = {kinds!r:.200}; expected {_HASH!r}s, then {_ROUTED!r}s, for {layers} layers"
+        )
     return count
