@@ -237,7 +237,9 @@ def test_without_nextn_layers_the_engine_decodes_plainly():
 
 
 def test_kernels_that_cannot_run_here_are_an_error_when_insisted_on(monkeypatch):
-    with pytest.raises(ConfigError, match=r"needs an NVIDIA GPU of the Hopper generation .* found cpu; take kernels=auto or"):
+    with pytest.raises(
+        ConfigError, match=r"needs an NVIDIA GPU of the Hopper generation .* found cpu; take kernels=auto or"
+    ):
         make_engine(kernels="mosaic_gpu")
     monkeypatch.setattr("mtp_jax.model.backend.is_hopper", lambda: True)
     engine = make_engine(kernels="mosaic_gpu")
