@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
@@ -66,7 +66,6 @@ class Summary:
             projections, embedding and head stay in memory as they are stored.
         cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows.
         unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
-        stages: number of DSpark stages among DeepSeek-V4's tensors, which are not read.
     """
 
     architecture: str
@@ -82,7 +81,6 @@ class Summary:
     weight_bytes_on_cpu: int
     cache_bytes_per_token: dict[str, int]
     unread: dict[str, Stored]
-    stages: int = 0
 
     @property
     def stored_bytes(self) -> int:
@@ -116,8 +114,6 @@ class Summary:
             "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
-        if self.stages:
-            rows["NextN layers"] = f"none; {self.stages} DSpark stages, which are not supported, are not read"
         if self.unread:
             parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
             rows["not read"] = ", ".join(parts)
@@ -127,7 +123,7 @@ class Summary:
 def _head(head: Head) -> str:
     if head.sizes is None:
         return f"{head.most_drafts} {head.name} heads, which read the final hidden state"
-    kind = "GQA" if head.sizes.gqa else "MLA"
+    kind = "GQA" if head.sizes.gqa else f"{head.sizes.num_hidden_layers} stages" if head.inside else "MLA"
     taps = ", ".join(map(str, head.taps))
     return f"{head.name}, {kind}, {head.sizes.vocab_size:,} tokens; reads the stream after layers {taps}"
 
@@ -181,10 +177,9 @@ def summarise(
 
     formats = names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs)))
     files, unread = len(plan.files), _by_part(plan.unread)
-    found = _summary(
+    return _summary(
         plan.architecture, plan.config, specs, layout, files, stored, devices, formats, kept, unread
     )
-    return replace(found, stages=plan.stages)
 
 
 def _weights(specs: Params) -> Iterator[str]:
