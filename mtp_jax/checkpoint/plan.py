@@ -114,7 +114,7 @@ def make_plan(
 
 
 def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = "") -> LoadPlan:
-    """Match tensors with a config that counts the NextN layers to load. Further ones need not be read.
+    """Match tensors with a config that counts the NextN layers to load; further layers need not be read.
 
     Args:
         cfg: the model.

@@ -124,7 +124,7 @@ class Blocks:
         out = on.tap(on.products.add(jnp.zeros_like(x), on.products.mlp(_convolved(rows, inner), mlp)))
         return x + _convolved(out, outer)
 
-    def normed(self, params: Params, x: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    def normed(self, params: Params, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Rows after the final norm."""
         return rms_norm(x, _of(params).norm, self.head.layers.rms_norm_eps)
 
