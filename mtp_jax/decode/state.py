@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.arrays import SamplingState, SlotRow
 from mtp_jax.decode.expert_counts import ExpertCounts
-from mtp_jax.model.cache import CompressedCache
+from mtp_jax.model.cache import WindowCache
 from mtp_jax.model.trunk import Caches
 
 Tree = TypeVar("Tree")
@@ -87,32 +87,32 @@ class State(struct.PyTreeNode):
     @property
     def in_pages(self) -> tuple[Any, ...]:
         """Everything that lies in pages: a cache of the trunk each, and the drafter's part."""
-        own = (c.pages if isinstance(c, CompressedCache) else c for c in self.trunk)
+        own = (c.pages if isinstance(c, WindowCache) else c for c in self.trunk)
         return *own, self.drafter.pages
 
     @property
     def in_slots(self) -> tuple[Any, ...]:
         """Everything that lies in slots: the slots, the drafter's part, and that of each of the caches."""
-        own = (c.recent if isinstance(c, CompressedCache) else None for c in self.trunk)
+        own = (c.slots if isinstance(c, WindowCache) else None for c in self.trunk)
         return self.slots, self.drafter.slots, tuple(own)
 
     def with_pages(self, parts: Sequence[Any]) -> "State":
         """The state with other contents of ``in_pages``."""
 
         def put(cache: Any, pages: Any) -> Any:
-            return replace(pages, recent=cache.recent) if isinstance(cache, CompressedCache) else pages
+            return replace(cache, pages=pages) if isinstance(cache, WindowCache) else pages
 
         trunk = tuple(map(put, self.trunk, parts[:-1]))
         return self.replace(trunk=trunk, drafter=self.drafter.replace(pages=parts[-1]))
 
     def with_slots(self, parts: tuple[Any, ...]) -> "State":
         """The state with other contents of ``in_slots``."""
-        slots, drafter, recent = parts
+        slots, drafter, caches = parts
 
         def put(cache: Any, own: Any) -> Any:
-            return replace(cache, recent=own) if isinstance(cache, CompressedCache) else cache
+            return replace(cache, slots=own) if isinstance(cache, WindowCache) else cache
 
-        trunk, drafter = tuple(map(put, self.trunk, recent)), self.drafter.replace(slots=drafter)
+        trunk, drafter = tuple(map(put, self.trunk, caches)), self.drafter.replace(slots=drafter)
         return self.replace(trunk=trunk, slots=slots, drafter=drafter)
 
 

@@ -35,12 +35,12 @@ from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
 from mtp_jax.model.cache import (
     Cache,
-    CompressedCache,
     Entries,
     LayerCache,
     PagedView,
     Tree,
     Views,
+    WindowCache,
     rows_at,
 )
 from mtp_jax.model.config import ModelConfig
@@ -112,7 +112,7 @@ class Backend:
         p: Layer,
         cfg: ModelConfig,
         x: Stream,
-        angles: Float[Array, "B W 2 r"],
+        angles: Float[Array, "B W ... 2 r"],
         cache: Cache | None,
         views: Views,
         rows: Rows | None = None,
@@ -149,7 +149,7 @@ class Backend:
         """
         kind = self.kind(a)
         asked, w = Asked(replace(q, index=None), None if choice else q.index, entries), kind.by_head(a, cfg)
-        if not isinstance(cache, LayerCache | CompressedCache):
+        if not isinstance(cache, LayerCache | WindowCache):
             assert entries is not None, "entries have nowhere to be but here"
             given = replace(asked, chosen=choice[0] if choice else None)
             context, chosen, cache = kind.over_rows(cfg, given, w, cache)

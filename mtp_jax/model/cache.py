@@ -1,6 +1,5 @@
 """A layer's cache, paged or whole: its contents, and the places where a pass reads and writes."""
 
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -65,34 +64,44 @@ class LayerCache:
 
 
 @struct.dataclass
-class CompressedCache:
-    """One layer's cache with entries of r tokens each (``compressor``).
-
-    An entry lies in the page of its last token, so that a page is whole, and what a slot rolls back is a
-    length: an entry with a rejected token is made again before a token sees it.
+class WindowPages:
+    """The part of a ``WindowCache`` in pages.
 
     Attributes:
-        raw: rows of tokens.
-        entries: entries and their index keys, S / r of a page.
-        boundary: in each page the compressors' inputs of its last tokens, of which the first entry of the
-            next page is made, [P, 1, r * F / 2] float32; None where entries do not overlap.
-        recent: of each slot, the compressors' inputs of recent tokens, by position modulo R.
+        rows: of each page, rows of its last tokens, [P, n, c], or FP8 rows.
+        inputs: likewise inputs of compressors, float32, where entries overlap; else None.
+        entries: entries and their index keys, S / r of a page; None in a layer without.
     """
 
-    raw: LayerCache
-    entries: LayerCache
-    boundary: Float[Array, "P one f"] | None
-    recent: Float[Array, "slots R F"]
+    rows: Float[Array, "P n c"] | Packed
+    inputs: Float[Array, "P n f"] | None
+    entries: LayerCache | None
 
-    @property
-    def pages(self) -> "CompressedCache":
-        """The part in pages."""
-        return replace(self, recent=None)  # pyright: ignore[reportArgumentType]
 
-    @property
-    def ratio(self) -> int:
-        """Tokens of an entry."""
-        return self.raw.page_size // self.entries.page_size
+@struct.dataclass
+class WindowSlots:
+    """The part of a ``WindowCache`` in slots: values of recent tokens, by position modulo R.
+
+    Attributes:
+        rows: [slots, R, c], or FP8 rows.
+        inputs: of compressors, [slots, R, F] float32; None in a layer without entries.
+    """
+
+    rows: Float[Array, "slots R c"] | Packed
+    inputs: Float[Array, "slots R F"] | None
+
+
+@struct.dataclass
+class WindowCache:
+    """The cache of a layer that attends to a window of tokens, and perhaps to entries (``compressor``).
+
+    An entry lies in the page of its last token, so that a page is whole. Roll-back is a length: an entry
+    with a rejected token is made again before a token sees it, and so are values of recent tokens.
+    """
+
+    pages: WindowPages
+    slots: WindowSlots
+    page_size: int = struct.field(pytree_node=False)
 
 
 def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array, "*b c"]:
@@ -111,42 +120,22 @@ def contained(rows: Float[Array, "*b c"], keys: tuple[int, int]) -> Float[Array,
 def empty_cache(
     pages: int, page_size: int, cfg: ModelConfig, layer: int, dtype: Any, *, fp8: bool = False
 ) -> LayerCache:
-    """Zeroed pages of a layer without entries; NextN layers count on from the trunk's.
+    """Zeroed pages of a layer, for rows of all tokens; NextN layers count on from the trunk's.
 
     ``fp8`` ignores ``dtype``.
     """
     index = cfg.indexer.dim if cfg.indexer and cfg.indexes(layer) else None
-    return _zeros(pages, page_size, cfg.row, index, None if fp8 else dtype)
+    return zeroed(pages, page_size, cfg.row, index, None if fp8 else dtype)
 
 
-def _zeros(pages: int, page_size: int, row: RowFormat, index: int | None, dtype: Any) -> LayerCache:
-    """index: width of index keys. dtype: None: FP8 rows."""
+def zeroed(pages: int, page_size: int, row: RowFormat, index: int | None, dtype: Any) -> LayerCache:
+    """Zeroed pages of rows. index: width of index keys; None: there are none. dtype: None: FP8 rows."""
     rows = jnp.zeros((pages, page_size, row.width), jnp.float32 if dtype is None else dtype)
     keys = None if index is None else jnp.zeros((pages, page_size, index), rows.dtype)
     if dtype is not None:
         return LayerCache(rows, keys)
     packed = pack(rows, row.e4m3, row.block)
     return LayerCache(packed, None if keys is None else index_rows.pack(keys))
-
-
-def empty_compressed(
-    pages: LayerCache, cfg: ModelConfig, layer: int, slots: int, window: int
-) -> CompressedCache:
-    """A layer's zeroed cache with entries, from its ``empty_cache``.
-
-    window: most tokens of a slot that a step may write.
-    """
-    c, count, page_size = cfg.compressed, len(jax.tree.leaves(pages.rows)[0]), pages.page_size
-    assert c is not None, "a layer with entries has compressed attention"
-    ratio, index = c.ratio(layer), c.index_dim if cfg.indexes(layer) else None
-    over, channels = c.overlap(ratio), 2 * (c.head_dim + (index or 0))
-    dtype = None if isinstance(pages.rows, tuple) else pages.rows.dtype
-    boundary = jnp.zeros((count, 1, over * channels), jnp.float32) if over else None
-    # A step reads the inputs that an entry may need, while later places hold inputs of rejected tokens.
-    length = ratio + over - 1 + window - 1
-    recent = jnp.zeros((slots, length, channels * (2 if over else 1)), jnp.float32)
-    entries = _zeros(count, page_size // ratio, cfg.row, index, dtype)
-    return CompressedCache(pages, entries, boundary, recent)
 
 
 @struct.dataclass
@@ -211,7 +200,7 @@ class WholeCache:
         return WholeCache(jnp.concatenate([self.rows, rows], axis=1), self.mask)
 
 
-Cache = LayerCache | CompressedCache | WholeCache
+Cache = LayerCache | WindowCache | WholeCache
 
 
 def places(
@@ -258,13 +247,9 @@ def read_rows(
     return unpack(found, rank, block).astype(dtype) if isinstance(found, tuple) else found
 
 
-def read_at(
-    cache: LayerCache, page_table: Int[Array, "B n"], rows: Int[Array, "B W"], dtype: Any, row: RowFormat
-) -> Float[Array, "B W c"]:
-    """Rows of each slot by number, FP8 rows in ``dtype``; zero where the number is negative."""
-    found = rows_at(cache.rows, page_table, rows)
-    wide = unpack(found, row.e4m3, row.block).astype(dtype) if isinstance(found, tuple) else found
-    return jnp.where((rows >= 0)[..., None], wide, 0)
+def widened(rows: Float[Array, "*b c"] | Packed, row: RowFormat, dtype: Any) -> Float[Array, "*b c"]:
+    """Rows as they are cached, FP8 rows in ``dtype``."""
+    return unpack(rows, row.e4m3, row.block).astype(dtype) if isinstance(rows, tuple) else rows
 
 
 def read_chosen(

@@ -3,8 +3,10 @@
 No key has a default: V4-Flash and V4-Pro differ in most of them, and engines' defaults differ from both.
 """
 
+from typing import Any
+
 from mtp_jax.errors import ConfigError
-from mtp_jax.json_object import JsonObject
+from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config_parts import CompressedConfig, HyperConfig
 
 # Compression ratios of layers, and transformers' names of them.
@@ -53,10 +55,13 @@ def v4_parts(raw: JsonObject) -> JsonObject:
     if raw.get("num_key_value_heads", 1) != 1:
         raise ConfigError(f"num_key_value_heads = {raw['num_key_value_heads']!r:.80}; expected 1")
     compressed["ratios"] = _ratios(raw)
+    for part, name in ((compressed, "theta"), (hyper, "eps")):
+        part[name] = _float(part[name])
     return {
         "compressed": compressed,
         "hyper": hyper,
-        "rope_theta": theta,
+        "rope_theta": _float(theta),
+        "swiglu_limit": _float(raw["swiglu_limit"]),
         "qk_rope_head_dim": rope,
         "num_hash_layers": _hash_layers(raw),
         "scoring_func": "sqrtsoftplus",
@@ -76,6 +81,11 @@ def yarn_source(raw: JsonObject) -> JsonObject:
         if found.get(key) not in (None, want):
             raise ConfigError(f"{key} = {found[key]!r:.80} is not supported; DeepSeek-V4 scales no attention")
     return found | {"attention_factor": 1.0}
+
+
+def _float(value: Any) -> Any:
+    """A number as a float; anything else as it is, for the check to refuse."""
+    return float(value) if is_number(value) else value
 
 
 def _nested(raw: JsonObject) -> JsonObject | None:

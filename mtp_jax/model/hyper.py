@@ -6,7 +6,7 @@ in float32; streams have the dtype of the model.
 """
 
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ def _balanced(mix: Float[Array, "B W S S"], iterations: int, eps: float) -> Floa
     """Columns and rows scaled in turn towards sums of one (Sinkhorn and Knopp), columns first and last."""
     mix = mix / (mix.sum(axis=-2, keepdims=True) + eps)
 
-    def one(_: int, mix: Array) -> Array:
+    def one(_: Any, mix: Array) -> Array:
         mix = mix / (mix.sum(axis=-1, keepdims=True) + eps)
         return mix / (mix.sum(axis=-2, keepdims=True) + eps)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model import hyper, micro_batches
 from mtp_jax.model.backend import Backend, xla
-from mtp_jax.model.cache import Cache, CompressedCache, LayerCache, Views
+from mtp_jax.model.cache import Cache, LayerCache, Views, WindowCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.layers import rope_angles
@@ -42,7 +42,7 @@ With hyper-connections a tap is the mean of the streams.
 STREAMS = -2
 """The number of a tap that is all streams behind the last layer, side by side, with hyper-connections."""
 
-Caches = tuple[LayerCache | CompressedCache | Stack[LayerCache], ...]
+Caches = tuple[LayerCache | WindowCache | Stack[LayerCache], ...]
 """Caches of groups of layers, a stack for a stack."""
 
 OneCache = TypeVar("OneCache", bound=Cache | None)
@@ -86,7 +86,7 @@ class Sight:
         tokens: ids, where a layer chooses experts by them.
     """
 
-    angles: Float[Array, "B W 2 r"]
+    angles: Float[Array, "B W ... 2 r"]
     views: Views = ()
     choice: Choice = ()
     tokens: Int[Array, "B W"] | None = None
@@ -200,7 +200,7 @@ def _looped(
     layers: Stack[Layer],
     model: Model,
     x: Stream,
-    angles: Float[Array, "B W 2 r"],
+    angles: Float[Array, "B W ... 2 r"],
     cache: Stack[LayerCache],
     views: Views,
     taps: Taps,

@@ -1,8 +1,8 @@
 """Small checkpoints with the numbers an independent implementation computes from them (see README.md).
 
 The variants share most of their tensors, so their weights are in one archive, a fifth of their size; draft
-heads and their trunks are in another.
-Checkpoints are assembled under build/ when a test first asks for one.
+heads and their trunks are in another, the numbers of all in a third.
+Checkpoints are assembled under build/ when a test first asks for one, with the numbers beside them.
 """
 
 import functools
@@ -14,15 +14,18 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 GOLDEN = Path(__file__).parent
-ARCHIVES = tuple(GOLDEN / f"{name}.tar.xz" for name in ("weights", "heads"))
+ARCHIVES = tuple(GOLDEN / f"{name}.tar.xz" for name in ("weights", "heads", "expected"))
 HEADS = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/draft")))
 """Trunks without NextN layers, each with a draft head beside it."""
 EAGLES, BLOCKS = (tuple(v for v in HEADS if v.startswith("eagle3") == eagle) for eagle in (True, False))
 # A variant whose checkpoint only leaves out copies of tensors, and the variant that has its numbers.
 SAME = {"no_mtp_head": "v3"}
-VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/expected.npz")} - {*HEADS} | {*SAME}))
+# Hyper-connections and compressed attention: numbers of streams, at some rows of a long prompt.
+V4 = ("v4_fp4",)
+VARIANTS = tuple(sorted({path.parent.name for path in GOLDEN.glob("*/model")} - {*HEADS, *V4}))
 # Variants that an engine decodes.
 DECODED = (
     "rigged", "rigged_mtp2", "v3", "mtp2", "no_q_lora", "tied", "glm47_flash",
@@ -42,7 +45,7 @@ def model_dir(variant: str = "v3", part: str = "model") -> Path:
 
 @functools.cache
 def _assembled() -> Path:
-    """Every variant's folders with the weights in their place."""
+    """Every variant's folders with the weights and the numbers in their place."""
     settings = sorted(GOLDEN.glob("*/*/*.json"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*settings, *ARCHIVES))).hexdigest()
     whole = _BUILD / f"golden-{digest[:16]}"
@@ -65,10 +68,10 @@ def _assembled() -> Path:
 def _unpack(packed: Path, new: Path) -> None:
     with tarfile.open(packed) as archive:
         for member in archive:
-            weights = archive.extractfile(member)
-            assert weights is not None, f"{member.name} is no file"
+            tensors = archive.extractfile(member)
+            assert tensors is not None, f"{member.name} is no file"
             (new / member.name).parent.mkdir(parents=True, exist_ok=True)
-            (new / member.name).write_bytes(weights.read())
+            (new / member.name).write_bytes(tensors.read())
 
 
 def raw_config(variant: str = "v3") -> dict:
@@ -79,5 +82,4 @@ def raw_config(variant: str = "v3") -> dict:
 @functools.cache
 def expected(variant: str = "v3", of: str = "expected") -> dict[str, np.ndarray]:
     """Its numbers; README.md explains the keys. of: "trees": of an EAGLE-3 head's trees."""
-    with np.load(GOLDEN / SAME.get(variant, variant) / f"{of}.npz", allow_pickle=False) as file:
-        return dict(file)
+    return load_file(_assembled() / SAME.get(variant, variant) / f"{of}.safetensors")

@@ -1,4 +1,4 @@
-"""Pack the weights of assembled checkpoints: ``python -m tests.golden.pack FOLDER``, a folder of variants.
+"""Pack weights and numbers of assembled variants: ``python -m tests.golden.pack FOLDER``, a folder of them.
 
 Writes the archives and SHA256SUMS beside this file; the same folder gives the same bytes. A dictionary
 larger than all weights together finds every tensor that two variants share; ``lp`` and ``pb`` suit floats of
@@ -25,12 +25,18 @@ _FILTER = {
 
 def pack(folder: Path) -> None:
     """Write the archives and the checksums of every safetensors file below ``folder``."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob("*/*/*.safetensors"))}
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.safetensors"))}
     for packed in ARCHIVES:
-        heads = packed.name.startswith("heads")
-        _pack(packed, {name: path for name, path in files.items() if (name.split("/")[0] in HEADS) == heads})
+        _pack(packed, {name: path for name, path in files.items() if _archive(name) == packed.name})
     sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n" for name, path in files.items())
     (GOLDEN / "SHA256SUMS").write_text("".join(sums))
+
+
+def _archive(name: str) -> str:
+    """The archive of a file: the numbers lie in the folder of their variant, weights in folders below it."""
+    variant, *inner = name.split("/")
+    kind = "expected" if len(inner) == 1 else "heads" if variant in HEADS else "weights"
+    return f"{kind}.tar.xz"
 
 
 def _pack(packed: Path, files: dict[str, Path]) -> None:

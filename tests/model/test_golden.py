@@ -33,7 +33,7 @@ def loaded(variant: str, dtype: str = "float32") -> Loaded:
 
 @functools.partial(jax.jit, static_argnames=("cfg", "on"))
 def forward(params: Params, tokens: jax.Array, cfg: ModelConfig, on: Backend) -> dict[str, Any]:
-    """Everything that is compared, under the names of expected.npz. Variants of one form share a program."""
+    """Everything that is compared, under the keys of its numbers. Variants of one form share a program."""
     traced = trunk.forward_traced(params, cfg, tokens, on, range(cfg.num_hidden_layers + 1))
     out = {"resid": jnp.stack([*traced.taps.values()], axis=1), "hidden": traced.hidden}
     out |= {"logits": trunk.logits(params, traced.hidden), "routing": traced.routing}

@@ -16,24 +16,28 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from mtp_jax.errors import ConfigError
 from mtp_jax.model import compressor, indexer
 from mtp_jax.model.attention.kind import Asked, Attended, Kind
-from mtp_jax.model.attention.pages import Write, by_scatter
+from mtp_jax.model.attention.pages import Write
 from mtp_jax.model.attention.source import Source
 from mtp_jax.model.cache import (
     Cache,
-    CompressedCache,
     Entries,
     LayerCache,
     PagedView,
     Views,
     WholeCache,
+    WindowCache,
+    WindowPages,
+    WindowSlots,
     contained,
-    read_at,
     read_chosen,
     read_index,
     read_rows,
     rows_at,
+    widened,
+    zeroed,
 )
 from mtp_jax.model.compressor import Span
 from mtp_jax.model.config import CompressedConfig, ModelConfig
@@ -43,6 +47,7 @@ from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import CompressedAttention, Compressor
 from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Rows
+from mtp_jax.model.recent import Recent, ring
 from mtp_jax.model.sharding import partition
 
 
@@ -85,7 +90,7 @@ class Own:
         return len(self.compressors[0].places) if self.compressors else 0
 
 
-Far = tuple[Float[Array, "B ... h"], Bool[Array, "B b K"]]
+Far = tuple[Float[Array, "_B ... _h"], Bool[Array, "_B _b _K"]]
 """Entries of a block of tokens, [B, L, h] or of each token [B, b, K, h], and the entries that tokens see."""
 
 FarOf = Callable[[Callable[[Array], Array]], Far]
@@ -139,19 +144,19 @@ class Compressed(Kind):
     ) -> Attended:
         """Write rows and entries, then attend to the window and to entries, on one device."""
         span, added, c = Span.of(view.written), asked.entries, _of(cfg)
+        at = span.start[:, None] - (c.window - 1) + jnp.arange(c.window - 1 + span.width)
+        seen = (at >= view.visible.first[:, None]) & (at < (span.start + span.count)[:, None])
+        far, chosen = None, None
         with jax.named_scope("cache_write"):
-            if isinstance(cache, CompressedCache):
-                cache = self._extended(cfg, added, w, cache, view, write)
+            if isinstance(cache, WindowCache):
+                near, cache = self._extended(cfg, added, w, cache, view, write)
             else:
                 cache = write(cache, cache.stored(added, cfg.row), view.page_table, view.written)
-        raw, dtype = cache.raw if isinstance(cache, CompressedCache) else cache, added.rows.dtype
+                near = rows_at(cache.rows, view.page_table, jnp.where(seen, at, -1))
         with jax.named_scope("attend"):
-            at = span.start[:, None] - (c.window - 1) + jnp.arange(c.window - 1 + span.width)
-            seen = (at >= view.visible.first[:, None]) & (at < (span.start + span.count)[:, None])
-            near = read_at(raw, view.page_table, jnp.where(seen, at, -1), dtype, cfg.row)
-            far, chosen = None, None
-            if isinstance(cache, CompressedCache):
-                far, chosen = self._far_in_pages(cfg, asked, cache, view, span)
+            near = jnp.where(seen[..., None], widened(near, cfg.row, added.rows.dtype), 0)
+            if isinstance(cache, WindowCache) and cache.pages.entries is not None:
+                far, chosen = self._far_in_pages(cfg, asked, cache.pages.entries, w.ratio, view)
             context = _mixed(cfg, asked.q.whole, w.sink, near, seen, span, far)
             return unrotate_last(context, added.angles), chosen, cache
 
@@ -207,44 +212,41 @@ class Compressed(Kind):
         return self.on.linear(flat, a.o.reshape(cfg.hidden_size, -1), split="in")
 
     def _extended(
-        self, cfg: ModelConfig, added: Added, w: Own, cache: CompressedCache, view: PagedView, write: Write
-    ) -> CompressedCache:
-        """The cache with a span's rows, the entries that end in it, and its inputs of compressors."""
-        assert added.inputs is not None, "a layer with entries has compressors"
-        assert view.slot is not None, "inputs of compressors belong to slots"
-        ratio, table, span = cache.ratio, view.page_table, Span.of(view.written)
-        slot, page = view.slot, cache.raw.page_size
+        self, cfg: ModelConfig, added: Added, w: Own, cache: WindowCache, view: PagedView, write: Write
+    ) -> tuple[Any, WindowCache]:
+        """The cached rows of the window before a span and of the span, and the cache with its values."""
+        assert view.slot is not None, "values of recent tokens belong to slots"
+        table, span, pages = view.page_table, Span.of(view.written), cache.pages
+        slot, dtype, entries = view.slot, added.rows.dtype, pages.entries
         if self.on.mesh is not None:
-            slot = slot - jax.lax.axis_index("data") * len(cache.recent)
-        before = _before(cache, table, slot, span)
-        made = compressor.entries_of(before, added.inputs, span, w.compressors, cfg, ratio, added.rows.dtype)
-        raw = write(cache.raw, cache.raw.stored(added, cfg.row), table, view.written)
-        stored = cache.entries.stored(Entries(made[0], made[1] if len(made) > 1 else None), cfg.row)
-        entries = write(cache.entries, stored, table, span.ended(ratio))
-        boundary, over = cache.boundary, CompressedConfig.overlap(ratio)
-        if boundary is not None:
-            ends, given = span.entries(page), jnp.concatenate([before, added.inputs], axis=1)
-            at = (ends + 1) * page - over - (span.start[:, None] - before.shape[1])
-            at = (at[..., None] + jnp.arange(over)).reshape(len(at), -1, 1)
-            last = jnp.take_along_axis(given[..., : given.shape[-1] // 2], at, axis=1, mode="clip")
-            boundary = write(boundary, last.reshape(*ends.shape, -1), table, span.ended(page))
-        length = cache.recent.shape[1]
-        index = jnp.arange(span.width)
-        kept = (index < span.count[:, None]) & (index >= span.count[:, None] - length)
-        place = jnp.where(kept, (span.start[:, None] + index) % length, -1)
-        recent = by_scatter(cache.recent, added.inputs, slot[:, None], place)
-        return CompressedCache(raw, entries, boundary, recent)
+            slot = slot - jax.lax.axis_index("data") * len(jax.tree.leaves(cache.slots)[0])
+        rows = Recent(cache.slots.rows, pages.rows, cache.page_size)
+        stored = LayerCache(pages.rows).stored(added, cfg.row).rows
+        before = rows.before(span, _of(cfg).window - 1, table, slot)
+        near = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), before, stored)
+        rows, inputs = rows.extended(stored, span, table, slot, write), None
+        if entries is not None:
+            inputs = Recent(cache.slots.inputs, pages.inputs, cache.page_size)
+            earlier = inputs.before(span, compressor.reach(w.ratio), table, slot)
+            made = compressor.entries_of(earlier, added.inputs, span, w.compressors, cfg, w.ratio, dtype)
+            new = entries.stored(Entries(made[0], made[1] if len(made) > 1 else None), cfg.row)
+            entries = write(entries, new, table, span.ended(w.ratio))
+            inputs = inputs.extended(added.inputs, span, table, slot, write)
+        own = WindowSlots(rows.slots, inputs and inputs.slots)
+        return near, WindowCache(
+            WindowPages(rows.pages, inputs and inputs.pages, entries), own, cache.page_size
+        )
 
     def _far_in_pages(
-        self, cfg: ModelConfig, asked: Asked, cache: CompressedCache, view: PagedView, span: Span
+        self, cfg: ModelConfig, asked: Asked, entries: LayerCache, ratio: int, view: PagedView
     ) -> tuple[FarOf, Int[Array, "B W K"] | None]:
         """The entries that tokens attend to, and the indexer's choice where it chose."""
-        c, row, table, entries = _of(cfg), cfg.row, view.page_table, cache.entries
+        c, row, table, span = _of(cfg), cfg.row, view.page_table, Span.of(view.written)
         length, dtype = table.shape[1] * entries.page_size, asked.entries.rows.dtype
-        visible = span.seen(cache.ratio, length)
+        visible = span.seen(ratio, length)
         if asked.index is not None and length > c.topk:
             with jax.named_scope("index"):
-                ended = jnp.max((span.start + span.count) // cache.ratio)
+                ended = jnp.max((span.start + span.count) // ratio)
                 chosen = indexer.best(_scores(asked.index, entries, table, visible, ended), c.topk)
 
             def one_by_one(cut: Callable[[Array], Array]) -> Far:
@@ -297,22 +299,26 @@ def _shared(rows: Float[Array, "B L h"], visible: Bool[Array, "B W L"], cut: Cal
     return rows, cut(visible)
 
 
-def _before(
-    cache: CompressedCache, table: Int[Array, "B n"], slot: Int[Array, " B"], span: Span
-) -> Float[Array, "B b F"]:
-    """Inputs of the tokens before a span: of its page from the slot's recent ones, else from the boundary."""
-    ratio, page, length = cache.ratio, cache.raw.page_size, cache.recent.shape[1]
-    at = span.start[:, None] - compressor.reach(ratio) + jnp.arange(compressor.reach(ratio))
-    found = cache.recent.at[slot[:, None], at % length].get(mode="clip")
-    if cache.boundary is None:
-        return found
-    over, first = CompressedConfig.overlap(ratio), span.start // page * page
-    last = rows_at(cache.boundary, table, jnp.where(first > 0, first // page - 1, -1)[:, None])
-    last = last.reshape(len(last), over, -1)
-    place = jnp.clip(at - (first[:, None] - over), 0, over - 1)
-    last = jnp.take_along_axis(last, place[..., None], axis=1)
-    last = jnp.pad(last, ((0, 0), (0, 0), (0, found.shape[-1] - last.shape[-1])))
-    return jnp.where((at < first[:, None])[..., None], last, found)
+def empty_window(pages: LayerCache, cfg: ModelConfig, layer: int, slots: int, widest: int) -> WindowCache:
+    """A layer's zeroed cache, from its ``empty_cache`` of all rows. widest: most tokens of a slot in a step.
+
+    Raises ConfigError for pages that a window spans more than two of.
+    """
+    c, count, size = _of(cfg), len(jax.tree.leaves(pages.rows)[0]), pages.page_size
+    if size < c.window:
+        raise ConfigError(f"page_size = {size}; expected sliding_window = {c.window} or more")
+    dtype = None if pages.fp8 else jax.tree.leaves(pages.rows)[0].dtype
+    rows, ratio = zeroed(count, c.window, cfg.row, None, dtype).rows, c.ratio(layer)
+    recent = ring(rows, slots, c.window - 1, widest)
+    if not ratio:
+        return WindowCache(WindowPages(rows, None, None), WindowSlots(recent, None), size)
+    over, index = c.overlap(ratio), c.index_dim if cfg.indexes(layer) else None
+    channels = 2 * (c.head_dim + (index or 0))
+    first = jnp.zeros((count, over, channels), jnp.float32) if over else None
+    inputs = jnp.zeros((slots, 0, channels * (2 if over else 1)), jnp.float32)
+    inputs = ring(inputs, slots, compressor.reach(ratio), widest)
+    entries = zeroed(count, size // ratio, cfg.row, index, dtype)
+    return WindowCache(WindowPages(rows, first, entries), WindowSlots(recent, inputs), size)
 
 
 def _scores(

@@ -65,7 +65,7 @@ class Kind(ABC):
         a: Any,
         cfg: ModelConfig,
         x: Rows,
-        angles: Float[Array, "B W 2 r"],
+        angles: Float[Array, "B W ... 2 r"],
         cache: Cache | None,
         views: Views,
     ) -> tuple[Any, Entries | None, Cache | None]:
@@ -73,11 +73,11 @@ class Kind(ABC):
         return self.queries(a, cfg, x, angles), self.entries(a, cfg, x, angles), cache
 
     @abstractmethod
-    def queries(self, a: Any, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Any:
+    def queries(self, a: Any, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W ... 2 r"]) -> Any:
         """The queries of rows."""
 
     @abstractmethod
-    def entries(self, a: Any, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
+    def entries(self, a: Any, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W ... 2 r"]) -> Entries:
         """Entries that rows add to the cache."""
 
     @abstractmethod
