@@ -168,7 +168,8 @@ class Compressed(Kind):
         with jax.named_scope("attend"):
             at = view.visible.length[:, None] - window + jnp.arange(window)
             seen = at >= view.visible.first[:, None]
-            near = read_at(cache, view.page_table, jnp.where(seen, at, -1), own.rows.dtype, cfg.row)
+            rows = rows_at(cache.rows, view.page_table, jnp.where(seen, at, -1))
+            near = jnp.where(seen[..., None], widened(rows, cfg.row, own.rows.dtype), 0)
             parts = [(near, live & seen[:, None]), (own.rows, live)]
             return unrotate_last(_softmax(asked.q.whole, w.sink, parts, cfg.softmax_scale), own.angles)
 
