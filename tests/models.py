@@ -80,6 +80,8 @@ def rigged(
     rng = np.random.default_rng(seed)
 
     def draw(spec: Spec) -> np.ndarray:
+        if spec.ids and len(spec.shape) == 2:  # experts by token
+            return rng.integers(0, cfg.n_routed_experts, spec.shape)
         if spec.ids:  # a draft head's vocabulary is the end of the trunk's
             return np.full(spec.shape, cfg.vocab_size - spec.size)
         x = rng.normal(size=spec.shape)
@@ -102,7 +104,9 @@ def rigged(
     follower = rng.permutation(cfg.vocab_size)
     head = rng.normal(size=raw.embed.shape) / np.sqrt(cfg.hidden_size)
     head[follower] += contrast * raw.embed / np.linalg.norm(raw.embed, axis=1, keepdims=True)
-    through = np.concatenate([np.eye(cfg.hidden_size), np.zeros((cfg.hidden_size,) * 2)], axis=1)
+    through = np.eye(cfg.hidden_size, 2 * cfg.hidden_size)
+    if cfg.hyper:  # one product for the token, another for each stream
+        through = np.eye(cfg.hidden_size)
     merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
     layers, drafter = tuple(quiet(layer) for layer in raw.layers), raw.drafter
     if isinstance(drafter, Medusa):

@@ -1,6 +1,6 @@
 """Small DeepSeek-V4 checkpoints under the release's names, made of a seed and stored without product code.
 
-Random weights accept no drafts: ``rigged`` has weights that do.
+Random weights accept no drafts: ``tests.models.rigged`` has weights that do.
 """
 
 import json
@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.model.config import ModelConfig
 from tests.checkpoint.files import Raw, write_raw
 
 Arrays = dict[str, np.ndarray]
@@ -254,23 +255,6 @@ def loaded(config: dict[str, Any], tensors: Arrays, **options: Any) -> Loaded:
         return load(Path(folder), dtype="float32", **options)
 
 
-def rigged(config: dict[str, Any], seed: int = 0) -> Arrays:
-    """Tensors with which the MTP layer is often right: a token says which token follows it.
-
-    Sublayers add little to the streams, so that the embedding of a token decides; the head answers it with
-    another token, and the layer merges little of the hidden state.
-    """
-    tensors, rng = v4_tensors(config, seed), np.random.default_rng(seed + 1)
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    for name in tensors:
-        if name.endswith((".wo_b.weight", ".w2.weight")):
-            tensors[name] *= np.float32(0.25)
-    embed = tensors["embed.weight"]
-    follows = rng.permutation(np.arange(2, vocabulary))
-    head = 0.3 * tensors["head.weight"]
-    head[follows] += 6 * embed[2:] / np.linalg.norm(embed[2:], axis=1, keepdims=True)
-    tensors["head.weight"] = head.astype(np.float32)
-    merged = rng.normal(size=(2, hidden, hidden)) / np.sqrt(2 * hidden)
-    tensors["mtp.0.e_proj.weight"] = (2 * merged[0] + np.eye(hidden)).astype(np.float32)
-    tensors["mtp.0.h_proj.weight"] = (2 * merged[1]).astype(np.float32)
-    return tensors
+def model(**changes: Any) -> ModelConfig:
+    """The configuration of such a model with its MTP layer."""
+    return ModelConfig.from_dict(v4_config(**changes)).with_nextn((True,))

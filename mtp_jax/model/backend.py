@@ -210,18 +210,18 @@ class Backend:
     def entered(
         self, x: Stream, weight: Float[Array, " D"], p: Hyper | None, cfg: ModelConfig, readers: Readers = ()
     ) -> tuple[Stream, Rows]:
-        """What enters a sublayer: the stream, or the gated sum of several, normed. Returns (stream, rows)."""
+        """The input of a sublayer: the stream, or the gated sum of several. Returns (stream, normed rows)."""
         if p is None:
             return self.products.norm(x, weight, cfg.rms_norm_eps, readers)
         entered, one = hyper.enter(x, p, cfg, self.products.exactly)
         return entered, self.products.norm(one, weight, cfg.rms_norm_eps, readers)[1]
 
     def sublayer_input(self, x: Any, p: Hyper | None, cfg: ModelConfig) -> Float[Array, "B W D"]:
-        """What enters a sublayer, before the norm; x: an array."""
+        """The input of a sublayer before its norm; x: an array."""
         return x if p is None else hyper.enter(x, p, cfg, self.products.exactly)[1]
 
     def left(self, x: Stream, *outs: Result) -> Stream:
-        """What a sublayer leaves: its result added to the stream, or to each of several."""
+        """The stream with a sublayer's result added, or each of several streams."""
         if not isinstance(x, hyper.Entered):
             return self.products.add(x, *outs)
         return hyper.leave(x, functools.reduce(jnp.add, map(summed, outs)))

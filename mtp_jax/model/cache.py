@@ -68,7 +68,7 @@ class WindowPages:
     """The part of a ``WindowCache`` in pages.
 
     Attributes:
-        rows: of each page, rows of its last tokens, [P, n, c], or FP8 rows.
+        rows: each page has the rows of its last tokens, [P, n, c], or FP8 rows.
         inputs: likewise inputs of compressors, float32, where entries overlap; else None.
         entries: entries and their index keys, S / r of a page; None in a layer without.
     """
@@ -84,7 +84,7 @@ class WindowSlots:
 
     Attributes:
         rows: [slots, R, c], or FP8 rows.
-        inputs: of compressors, [slots, R, F] float32; None in a layer without entries.
+        inputs: compressors read them, [slots, R, F] float32; None in a layer without entries.
     """
 
     rows: Float[Array, "slots R c"] | Packed

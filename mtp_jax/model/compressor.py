@@ -33,7 +33,7 @@ class Span:
 
     @classmethod
     def of(cls, written: Int[Array, "B W"]) -> "Span":
-        """The span of a view's written rows: neighbours, without the first or last ones of a window."""
+        """The span of a view's written rows, which are neighbours; the window's other rows are padding."""
         index = jnp.arange(written.shape[1])
         there = written >= 0
         start = jnp.max(jnp.where(there, written - index, 0), axis=1)

@@ -32,7 +32,7 @@ _REQUIRED = (
 
 
 def v4_parts(raw: JsonObject) -> JsonObject:
-    """Fields of ``ModelConfig`` that DeepSeek-V4's keys give, without those that keep their names.
+    """Fields of ``ModelConfig`` that DeepSeek-V4's keys give, without fields that keep their names.
 
     Raises ConfigError with the key.
     """
@@ -147,7 +147,7 @@ def _ratios(raw: JsonObject) -> tuple[int, ...]:
 
 
 def _hash_layers(raw: JsonObject) -> object:
-    """Number of layers whose experts are chosen by token, the first ones."""
+    """Number of the first layers, whose experts are chosen by token."""
     kinds = raw.get("mlp_layer_types")
     if raw.get("num_hash_layers") is not None:
         return raw["num_hash_layers"]

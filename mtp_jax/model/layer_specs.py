@@ -80,8 +80,8 @@ class Moe:
     """Routed experts and the shared expert (None when the model has none).
 
     With ``copies`` the first axis of gate_up and down is slots, more than E, each of which holds some expert:
-    ``copies[e]`` are the slots of expert e, then -1 (see ``expert_slots``). With ``by_token`` a row's experts
-    are its token's, and there is no bias.
+    ``copies[e]`` are the slots of expert e, then -1 (see ``expert_slots``). ``by_token`` lists the experts of
+    each token, where a row's token chooses them; there is no bias then.
     """
 
     router: Weight  # [E, D] float32
@@ -100,7 +100,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class Layer:
-    """A pre-norm decoder block. With several residual streams its halves have hyper-connections."""
+    """A pre-norm decoder block. Its halves have hyper-connections where there are several streams."""
 
     attention_norm: Weight  # [D]
     attention: Any  # Attention, GqaAttention or CompressedAttention

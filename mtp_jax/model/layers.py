@@ -37,7 +37,8 @@ def _frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Float[Arra
 def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W ... 2 r"]:
     """cos and sin of every position, stacked, float32.
 
-    With compressed attention for both kinds of layers, [B, W, 2, 2, r]: without entries, and with them.
+    A model with compressed attention has two kinds of layers, without entries and with entries: its angles
+    are [B, W, 2, 2, r].
     """
     if cfg.compressed is None:
         return angles_of(cfg, positions)

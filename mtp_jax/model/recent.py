@@ -1,8 +1,8 @@
-"""Values of recent tokens, in the place of all: attention over a window reads no others.
+"""Values of recent tokens, in the place of all: attention over a window reads nothing else.
 
-A slot has the values of its last tokens, by position modulo their number. A page has those of its own last
-tokens, with which a sequence goes on that begins with cached pages. So a rejected token leaves values that
-are overwritten before they are read, and roll-back is a length.
+A slot has the values of its last tokens, by position modulo their number. A page has the values of its own
+last tokens, with which a sequence goes on that begins with cached pages. A rejected token leaves values that
+are overwritten before they are read, so that roll-back is a length.
 """
 
 from typing import Any
@@ -25,9 +25,9 @@ class Recent:
     """Values of recent tokens.
 
     Attributes:
-        slots: of each slot, [slots, R, c].
-        pages: of each page, its last n tokens, [P, n, c]; of fewer channels where a next page reads only its
-            first; None where no page reads another one's.
+        slots: each slot's, [slots, R, c].
+        pages: the last n tokens of each page, [P, n, c], and the first channels alone where a next page
+            reads no others; None where no page reads another one's.
         page_size: tokens of a page.
     """
 
@@ -63,7 +63,7 @@ class Recent:
     def extended(
         self, rows: Rows, span: Span, table: Int[Array, "B n"], slot: Int[Array, " B"], write: Write
     ) -> "Recent":
-        """With the values of a span's tokens."""
+        """Add the values of a span's tokens."""
         index, size = jnp.arange(span.width), self.page_size
         at, there = span.start[:, None] + index, index < span.count[:, None]
         last = there & (index >= span.count[:, None] - self.length)
@@ -86,8 +86,8 @@ class Recent:
 def ring(pages: Any, slots: int, reach: int, widest: int) -> Any:
     """Zeroed values of each slot, of the channels and dtypes of ``pages``.
 
-    R lets spans read ``reach`` tokens before them: of the ``widest`` tokens of a step, all but the first may
-    be rejected, and lie in places that are not read again.
+    R lets spans read ``reach`` tokens before them, while all but the first of a step's ``widest`` tokens may
+    be rejected: these lie in places that are not read again.
     """
     length = reach + widest - 1
     return jax.tree.map(lambda a: jnp.zeros((slots, length, a.shape[-1]), a.dtype), pages)

@@ -20,7 +20,7 @@ from mtp_jax.model.v4_specs import HyperHead, hyper_head, v4_block, v4_merge
 class NextN:
     """A Multi-Token-Prediction module. ``embed`` and ``head`` are None when they are the trunk's own.
 
-    With several residual streams every one is merged with the token on its own, by ``stream_merge``.
+    ``stream_merge`` merges each of several residual streams with the token.
     """
 
     token_norm: Weight  # [D], enorm

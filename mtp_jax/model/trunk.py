@@ -36,7 +36,7 @@ REFERENCE = xla()
 Taps = dict[int, Float[Array, "B W D"]]
 """Residual streams by number: k is the stream after k layers, 0 the embedding; STREAMS: see there.
 
-With hyper-connections a tap is the mean of the streams.
+A tap of a model with hyper-connections is the mean of its streams.
 """
 
 STREAMS = -2

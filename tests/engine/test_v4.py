@@ -8,35 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtp_jax.checkpoint import Loaded
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.sharding import make_mesh
 from tests import v4
-from tests.models import accepted, make_engine, on_mesh, serve
+from tests.models import accepted, make_engine, on_mesh, serve, tiny_params
 
 # A layer of each kind. Experts by token in the first.
-CONFIG = v4.v4_config(num_hidden_layers=3, compress_ratios=[4, 128, 0, 0], num_hash_layers=1)
+CFG = v4.model(num_hidden_layers=3, compress_ratios=[4, 128, 0, 0], num_hash_layers=1)
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 PAGE = 128
 
 
-@cache
-def loaded() -> Loaded:
-    return v4.loaded(CONFIG, v4.rigged(CONFIG))
-
-
 def engine_of(**config: Any) -> Engine:
-    found = loaded()
     sizes = {"page_size": PAGE, "max_model_len": 400, "max_num_seqs": 2, "prefill_chunk": 64}
-    return make_engine(found.params, found.config, **{**sizes, "num_speculative_tokens": 3, **config})
+    return make_engine(cfg=CFG, **{**sizes, "num_speculative_tokens": 3, **config})
 
 
 @cache
 def text() -> list[int]:
-    return np.random.default_rng(3).integers(2, CONFIG["vocab_size"], 340).tolist()
+    return np.random.default_rng(3).integers(2, CFG.vocab_size, 340).tolist()
 
 
 def jobs(*lengths: int, depth: int = 3, **params: Any) -> list[tuple[list[int], SamplingParams]]:
@@ -94,10 +87,10 @@ def test_chunks_of_prompts_change_nothing(chunk: int):
 @pytest.mark.slow
 def test_a_mesh_changes_nothing():
     """Slots and pages over two data shards; heads, groups of heads and experts over two more."""
-    found, mesh = loaded(), make_mesh(2, 2)
-    params = on_mesh(found.params, mesh, found.config)
+    mesh = make_mesh(2, 2)
+    params = on_mesh(tiny_params(CFG), mesh, CFG)
     sizes = {"page_size": PAGE, "max_model_len": 400, "max_num_seqs": 4, "prefill_chunk": 64}
-    engine = make_engine(params, found.config, mesh, num_speculative_tokens=3, **sizes)
+    engine = make_engine(params, CFG, mesh, num_speculative_tokens=3, **sizes)
     given = jobs(254, 119, 131, 70)
     requests = serve(engine, given)
     assert told(requests) == told(serve(engine_of(max_num_seqs=4), given))

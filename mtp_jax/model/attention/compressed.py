@@ -61,11 +61,11 @@ class Queries:
 
 @struct.dataclass
 class Added(Entries):
-    """Rows of tokens, normed and rotated, and what else of the tokens attention reads.
+    """Rows of tokens, normed and rotated, and further values of the tokens that attention reads.
 
     Attributes:
-        inputs: of the layer's compressors, float32, see ``compressor.inputs``; None without.
-        angles: of rope, by which the output is rotated back.
+        inputs: the layer's compressors read them, float32, see ``compressor.inputs``; None without.
+        angles: rope's, by which the output is rotated back.
     """
 
     inputs: Any = None
@@ -77,8 +77,8 @@ class Own:
     """Parameters of a layer that attention itself reads.
 
     Attributes:
-        sink: of each head.
-        compressors: of entries, and of index keys, without their products.
+        sink: each head's.
+        compressors: the layer's, without their products: one makes entries, and one index keys.
     """
 
     sink: Float[Array, " N"]
@@ -296,7 +296,7 @@ def _compressors(a: CompressedAttention) -> tuple[Compressor, ...]:
 
 
 def _shared(rows: Float[Array, "B L h"], visible: Bool[Array, "B W L"], cut: Callable[[Array], Array]) -> Far:
-    """Entries that are read for all tokens of a slot, and those of them that each token of a block sees."""
+    """Entries that are read for all tokens of a slot, and the mask of a block of tokens."""
     return rows, cut(visible)
 
 
@@ -388,7 +388,7 @@ def _softmax(
 ) -> Float[Array, "B b N h"]:
     """Attention over all parts' rows together, softmax in float32; each row is key and value.
 
-    A row that is not finite gives NaN to the tokens that see it, and nothing to others.
+    A row that is not finite gives NaN to the tokens that see it, and nothing to other tokens.
     """
     scores, values = [], []
     for rows, mask in parts:

@@ -62,7 +62,7 @@ class Experts:
     ) -> tuple[tuple[Float[Array, "B W D"], ...], Routing]:
         """Returns (the result of the routed experts and that of the shared expert, to be added; routing).
 
-        tokens: of the rows, where the experts are theirs.
+        tokens: the rows' ids, where a token chooses experts.
         """
         on, whole, limit = self.on, self.on.plain(x), cfg.swiglu_limit
         with jax.named_scope("moe_route"):
@@ -136,7 +136,7 @@ class Experts:
         """Run only the experts that rows chose.
 
         shards: number of devices that the experts are split over. Weights are one device's, from expert
-        ``first`` on; rows and routing are those of all devices. limit: see ``layers.gated``.
+        ``first`` on; rows and routing are of all devices. limit: see ``layers.gated``.
         """
         assert not isinstance(x, Quantised), "rows were quantised for a kernel"
         return moe.by_visit(gate_up, down, x, Routing(r.ids - first, r.weights), self.on.product, limit)
