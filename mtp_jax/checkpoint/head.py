@@ -33,6 +33,8 @@ _OF_BOTH = (
     "rope_parameters", "rope_interleave", "max_position_embeddings", "torch_dtype", "dtype", "hidden_act",
     "quantization_config", "q_lora_rank", "num_hidden_layers", *OF_MLA,
 )  # fmt: skip
+# Fields of a trunk that say nothing of its stages, at their defaults.
+_OF_FILES = {"eos_token_ids": (), "dtype": "bfloat16", "fp8": False, "fp4": False}
 # Factors that some block drafters have, and the values at which they change nothing.
 _NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": None}
 
@@ -176,10 +178,7 @@ def stages_config(raw: JsonObject, cfg: ModelConfig, count: int) -> StagesConfig
         num_hidden_layers=count,
         num_hash_layers=0,
         compressed=replace(cfg.compressed, ratios=(0,) * count),
-        bos_token_id=None,
-        eos_token_ids=(),
-        fp8=False,
-        fp4=False,
+        **_OF_FILES,
     )
     return StagesConfig(
         layers=layers,
