@@ -5,6 +5,7 @@ Random weights accept no drafts: ``tests.models.rigged`` has weights that do.
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.checkpoint.head import stages_config
 from mtp_jax.model.config import ModelConfig
 from tests.checkpoint.files import Raw, write_raw
 
@@ -258,3 +260,10 @@ def loaded(config: dict[str, Any], tensors: Arrays, **options: Any) -> Loaded:
 def model(**changes: Any) -> ModelConfig:
     """The configuration of such a model with its MTP layer."""
     return ModelConfig.from_dict(v4_config(**changes)).with_nextn((True,))
+
+
+def staged(**changes: Any) -> ModelConfig:
+    """The configuration of such a model with DSpark stages in the place of its MTP layer."""
+    raw = v4_config(**DSPARK | changes)
+    trunk = ModelConfig.from_dict(raw).with_nextn(())
+    return replace(trunk, drafter=stages_config(raw, trunk, raw["n_mtp_layers"]))

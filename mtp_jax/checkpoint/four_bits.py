@@ -26,8 +26,8 @@ def dequantise(
         values: the two values of each byte, from ``pairs``.
     """
     group = packed.shape[1] * 2 // scale.shape[1]
-    first = columns.start // 2
-    found = values[packed[:, first : -(-columns.stop // 2)]].reshape(len(packed), -1)
+    first, last = columns.start // 2, -(-columns.stop // 2)
+    found = values[packed[:, first:last]].reshape(len(packed), 2 * (last - first))
     skipped = columns.start - first * 2
     of_column = np.arange(columns.start, columns.stop) // group
     out[...] = found[:, skipped : skipped + len(columns)] * scale[:, of_column]

@@ -140,9 +140,7 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     plan, out = make_plan(model_dir), new_folder(out_dir)
     layers, v4 = plan.config.num_nextn_predict_layers, plan.config.compressed is not None
     if not plan.config.drafts:
-        raise CheckpointError(
-            f"{model_dir} has no NextN layer (num_nextn_predict_layers = 0): nothing to export"
-        )
+        raise CheckpointError(f"{model_dir} has no NextN layer: nothing to export")
     copies = {name for name in plan.duplicates if is_copy(plan, name)}
     pieces = []
     for name, tensor in plan.tensors.items():

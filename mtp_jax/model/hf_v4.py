@@ -113,7 +113,8 @@ def _rope_width(raw: JsonObject) -> object:
 def _ratios(raw: JsonObject) -> tuple[int, ...]:
     """The compression ratio of every layer of the trunk.
 
-    The release's list goes on with the draft layers, which have windows alone; transformers drops them.
+    The release's list goes on with the draft layers, which have windows alone; transformers drops them. No
+    key counts DSpark stages.
     """
     layers, drafts = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers") or 0
     given, kinds = raw.get("compress_ratios"), raw.get("layer_types")
@@ -121,7 +122,11 @@ def _ratios(raw: JsonObject) -> tuple[int, ...]:
         raise ConfigError("config.json lacks compress_ratios; DeepSeek-V4 has a ratio for each layer")
     allowed = ", ".join(map(str, RATIOS.values()))
     if given is not None:
-        if not isinstance(given, list) or len(given) not in (layers, layers + drafts):
+        stages = raw.get("dspark_block_size") is not None
+        fits = isinstance(given, list) and (
+            len(given) in (layers, layers + drafts) or (stages and len(given) > layers)
+        )
+        if not fits:
             count = len(given) if isinstance(given, list) else repr(given)[:80]
             raise ConfigError(
                 f"compress_ratios has {count} entries; expected {layers} for num_hidden_layers, or "

@@ -33,7 +33,7 @@ from mtp_jax.model.stack import Stack, one_of
 REFERENCE = xla()
 """The backend of calls that choose none."""
 
-Taps = dict[int, Float[Array, "B W D"]]
+Taps = dict[int, Float[Array, "_B _W _D"]]
 """Residual streams by number: k is the stream after k layers, 0 the embedding; STREAMS: see there.
 
 A tap of a model with hyper-connections is the mean of its streams.

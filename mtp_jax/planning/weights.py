@@ -6,7 +6,7 @@ from functools import cache
 from typing import Literal
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_quantization import FP8_BLOCK
+from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK
 from mtp_jax.model.layer_specs import Layer, Moe
 from mtp_jax.model.spec import Spec, count, leaves
 from mtp_jax.model.specs import Params, param_specs
@@ -33,6 +33,8 @@ class Format:
 BFLOAT16 = Format("bfloat16", 2, "bf16", 2)
 # A float32 scale per block of 128 x 128; rows have one per 128 values (arXiv 2412.19437, section 3.3).
 FP8 = Format("fp8", 1 + 4 / FP8_BLOCK**2, "fp8", 1 + 4 / FP8_BLOCK)
+# DeepSeek-V4's experts: a power of two in a byte per 32 values; they are expanded where they are multiplied.
+FP4 = Format("fp4", 0.5 + 1 / FP4_GROUP, "bf16", 2)
 # NVIDIA's FP4: an e4m3 scale per 16 values. Published measurements have it; the engine does not read it.
 NVFP4 = Format("nvfp4", 0.5 + 1 / 16, "fp4", 0.5 + 1 / 16)
 
@@ -53,7 +55,8 @@ class Storage:
     def of(cls, cfg: ModelConfig) -> "Storage":
         """The formats that config.json announces, bfloat16 by default."""
         others = FP8 if cfg.fp8 else BFLOAT16
-        return cls(others if cfg.int4_group is None else int4(cfg.int4_group), others)
+        experts = FP4 if cfg.fp4 else others
+        return cls(experts if cfg.int4_group is None else int4(cfg.int4_group), others)
 
     @property
     def name(self) -> str:
@@ -69,7 +72,7 @@ class Storage:
 
 def _kind(spec: Spec) -> Literal["narrow", "half", "single"]:
     """The field of ``Weights`` that counts a parameter. The parts of kv_b are absorbed, in 16 bits."""
-    if spec.float32:
+    if spec.float32 or spec.ids:
         return "single"
     return "narrow" if spec.projects and spec.rows is None else "half"
 
@@ -81,7 +84,7 @@ class Weights:
     Attributes:
         narrow: projections, in the checkpoint's format if it has one.
         half: tables, biases, matrices absorbed by queries and outputs, the merge of NextN: always in 16 bits.
-        single: norms and routers: always in float32.
+        single: norms, routers and hyper-connections, always in float32; tables of experts by token.
     """
 
     narrow: int = 0
@@ -103,7 +106,7 @@ class Block:
 
     Attributes:
         whole: parts of attention that each GPU has whole: norms, low ranks, the indexer, keys and values of
-            grouped-query attention.
+            grouped-query attention, compressors, hyper-connections.
         heads: parts of attention that GPUs divide by heads.
         mlp: the dense MLP or the shared experts, which GPUs divide by width.
         router: the router, whole on each GPU; zero in a dense block.
@@ -121,14 +124,15 @@ class Block:
     @classmethod
     def of(cls, layer: Layer) -> "Block":
         """The block of a layer's specs."""
-        attention = tuple(leaves((layer.attention_norm, layer.attention, layer.mlp_norm)))
+        own = layer.attention_norm, layer.attention, layer.mlp_norm
+        attention = tuple(leaves((*own, layer.attention_hyper, layer.mlp_hyper)))
         whole = Weights.of(tuple(s for s in attention if "heads" not in s.axes))
         heads = Weights.of(tuple(s for s in attention if "heads" in s.axes))
         mlp = layer.mlp
         if not isinstance(mlp, Moe):
             return cls(whole, heads, Weights.of(mlp))
         experts = mlp.down.shape[0]
-        router = Weights.of((mlp.router, mlp.bias))
+        router = Weights.of((mlp.router, mlp.bias, mlp.by_token))
         return cls(whole, heads, Weights.of(mlp.shared), router, count(mlp.routed) // experts, experts)
 
     @property

@@ -1,6 +1,5 @@
 """DeepSeek-V4's checkpoints: every tensor accounted for, and the drafter told from its tensors."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,14 @@ import pytest
 from mtp_jax.checkpoint import Loaded, load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import StagesConfig
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves
 from tests.checkpoint.files import assert_same, copy_folder, edit_json, edit_tensors, read_folder
-from tests.v4 import DSPARK, QUANTISATION, Arrays, v4_config, v4_tensors, write_v4
+from tests.planning.releases import write
+from tests.v4 import DSPARK, Arrays, v4_config, v4_tensors, write_v4
 
 TABLE = "layers.0.ffn.gate.tid2eid"
 
@@ -29,7 +30,7 @@ def small(**changes: Any) -> dict[str, Any]:
     return v4_config(**layers | changes)
 
 
-STAGED = small(**DSPARK | {"dspark_target_layer_ids": [0, 1]})
+STAGED = small(**DSPARK | {"dspark_target_layer_ids": [0, 1]}, compress_ratios=[4, 128, 0, 0, 0])
 
 
 def by_name(loaded: Loaded) -> Arrays:
@@ -135,15 +136,18 @@ def test_dspark_stages(dspark: Path, plain: Path, tmp_path: Path):
         load(dspark, num_nextn_layers=1)
     assert load(dspark, plain).config.num_nextn_predict_layers == 1
     assert load(plain, dspark).config.drafter == head
+    config = small(compress_ratios=[4, 128, 0, 0, 0])
+    with pytest.raises(ConfigError, match="compress_ratios has 5 entries; expected 2"):
+        ModelConfig.from_dict(config)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("dspark_block_size", None, "dspark_block_size = None; expected a whole number from 1"),
+        ("dspark_block_size", 0, "dspark_block_size = 0; expected a whole number from 1"),
         ("dspark_noise_token_id", 64, "dspark_noise_token_id = 64; expected a whole number from 0 to 63"),
         ("dspark_target_layer_ids", [0, 2], r"dspark_target_layer_ids = \[0, 2\].*the model, which has 2"),
-        ("dspark_markov_rank", True, "dspark_markov_rank = True"),
+        ("dspark_markov_rank", None, "dspark_markov_rank = None"),
     ],
 )
 def test_stages_that_config_json_does_not_describe(
@@ -249,20 +253,9 @@ def test_a_table_names_an_expert_that_is_not_there(tmp_path: Path, expert: int):
     )
 
 
-PRO = v4_config(
-    **{"hidden_size": 7168, "head_dim": 512, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 1024},
-    **{"moe_intermediate_size": 3072, "n_routed_experts": 384, "num_attention_heads": 128},
-    **{"num_experts_per_tok": 6, "num_hidden_layers": 61, "num_hash_layers": 3, "o_groups": 16},
-    **{"o_lora_rank": 1024, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "sliding_window": 128},
-    **{"vocab_size": 129280, "compress_ratios": [128, *(128, 4) * 30, 0], "torch_dtype": "bfloat16"},
-    **{"quantization_config": QUANTISATION, "expert_dtype": "fp4"},
-)
-
-
 def test_bytes_of_the_release(tmp_path: Path):
     """V4-Pro has 1.6 T parameters, 49 B of them active, and takes in memory the bytes of its files."""
-    (tmp_path / "config.json").write_text(json.dumps(PRO))
-    summary = summarise(tmp_path)
+    summary = summarise(write(tmp_path, "DeepSeek-V4-Pro"))
     assert round(summary.parameters / 1e12, 1) == 1.6
     assert int(summary.active_parameters / 1e9) == 49
     stored = 0

@@ -91,6 +91,21 @@ def test_experts_over_eight_devices(folder: Path, held: Arrays):
     assert gate_up.codes.addressable_shards[0].data.shape == (1, 2, 32, 32)
 
 
+@pytest.mark.usefixtures("held")
+def test_projections_over_two_devices(folder: Path, tmp_path: Path):
+    """In widths whose blocks divide; of other widths an error names the first."""
+    config = CONFIG | {"o_groups": 2, "o_lora_rank": 128, "moe_intermediate_size": 256}
+    want, mesh = write_v4(tmp_path, config, v4_tensors(config), fp4=True), make_mesh(1, 2)
+    split = load(tmp_path, narrow="keep", mesh=mesh)
+    for name, w in values(split).items():
+        np.testing.assert_array_equal(w, want[name], name)
+    o = split.params.layers[0].attention.o_a
+    assert isinstance(o, Fp8)
+    assert [a.addressable_shards[0].data.shape for a in (o.values, o.scale)] == [(1, 128, 128), (1, 1)]
+    with pytest.raises(ConfigError, match=r"wo_a\.weight: 32 of heads do not divide over 2 devices in fp8"):
+        load(folder, narrow="keep", mesh=mesh)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_code_under_every_scale(dtype: Any):
     """Scales by which the least value, a half, is a normal float32, up to the largest."""

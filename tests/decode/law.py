@@ -72,7 +72,7 @@ def params(cfg: ModelConfig = CFG) -> Params:
 def start(depths: np.ndarray, case: Case) -> State:
     """Every slot with a page of its own."""
     slots = case.rows * len(OPTIONS)
-    shape = StateShape(slots, slots, case.page, 1)
+    shape = StateShape(slots, slots, case.page, 1, window=1 + DEPTH)
     state = empty_state(abstract_state(Model(case.cfg), case.drafter, shape))
     sampling = replace(
         neutral_state(slots, V),

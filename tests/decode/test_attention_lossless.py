@@ -7,6 +7,7 @@ import pytest
 
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.model.config import IndexerConfig
+from tests import v4
 from tests.decode.law import CFG, OPTIONS, Case, chi_square, emitted, exact_law
 from tests.models import gqa
 
@@ -14,6 +15,13 @@ from tests.models import gqa
 INDEX = IndexerConfig(heads=4, dim=8, topk=3, shared=(False, True))
 SPARSE = replace(CFG, indexer=INDEX)
 GQA = gqa(CFG, kv_heads=1)
+V4 = replace(
+    v4.model(
+        num_hidden_layers=2, compress_ratios=[4, 128, 0], vocab_size=4, hidden_size=32, index_topk=2,
+        num_hash_layers=1, sliding_window=6,
+    ),
+    eos_token_ids=(),
+)  # fmt: skip
 SHARING = replace(CFG, indexer=replace(INDEX, share_drafts=True))
 
 
@@ -38,6 +46,21 @@ def check(cfg, verifier):
 )
 def test_lossless(cfg, verifier):
     check(cfg, verifier)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["block", "coupled"])
+def test_lossless_with_windows_and_entries(verifier):
+    """Entries end among the tokens that are drawn, and of three a token attends to two."""
+    case = Case(build(V4), tuple(k % 4 for k in range(10)), 1000, 128, V4)
+    got = emitted("sampled", verifier, False, case)
+    assert got.accepted.sum() / got.drafted.sum() > 0.2
+    for i, option in enumerate(OPTIONS):
+        mine = slice(i * case.rows, (i + 1) * case.rows)
+        p = chi_square(got.tokens[mine], exact_law(option, False, case.prompt, V4))
+        assert p > 1e-4, f"{option}: p = {p:.2g}"
+    other = replace(V4, compressed=replace(V4.compressed, window=4))
+    assert chi_square(got.tokens[: case.rows], exact_law("plain", False, case.prompt, other)) < 1e-4
 
 
 @pytest.mark.slow

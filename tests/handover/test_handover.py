@@ -5,15 +5,19 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, ConfigError, Handover, HandoverOptions, RequestOutput, SamplingParams
 from mtp_jax.api.warm_up import WarmUp
+from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.wire.secret import VARIABLE
+from tests import tiny_tokenizer, v4
 from tests.golden import model_dir
 from tests.handover.proxy import Harm, Proxy, cut, flip, stall
+from tests.models import tiny_params
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -312,3 +316,24 @@ def test_pages_need_a_place_and_a_port(decoder):
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot bind to peer_address"):
             Handover(AsyncLLM(decoder), HandoverOptions("prefill", peer_address=where))
+
+
+@pytest.mark.slow
+def test_pages_of_deepseek_v4(tmp_path: Path):
+    """A page has the rows and inputs of its last tokens, with which the other server goes on."""
+    cfg = v4.model(num_hidden_layers=3, compress_ratios=[4, 128, 0, 0])
+    save_checkpoint(tmp_path, cfg, tiny_params(cfg), "float32")
+    sizes = {**SIZES, "host_cache_gib": 0.01, "page_size": 128, "max_model_len": 400, "prefill_chunk": 64}
+    prefiller, decoder = (LLM(tiny_tokenizer.write(tmp_path, cfg.vocab_size), **sizes) for _ in range(2))
+    prompt = [5 + (7 * k * k) % 50 for k in range(300)]
+    want = decoder.generate([prompt], GREEDY)[0]
+    assert want.speculation.accepted > 3
+
+    async def run() -> None:
+        async with apart(prefiller, decoder) as (p, d):
+            got = await ask(d, prompt)
+            as_alone(got, want)
+            assert got.cached_tokens == 256
+            assert (stats(p), stats(d)) == ((2, {}), (2, {}))
+
+    asyncio.run(run())

@@ -10,7 +10,7 @@ import pytest
 from mtp_jax import LLM
 from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.model.config import ModelConfig
-from tests import golden, medusa, tiny_tokenizer
+from tests import golden, medusa, tiny_tokenizer, v4
 from tests.hosts.ranks import ranks
 from tests.hosts.worker import complete, draft_and_again
 from tests.models import TINY, tiny_params
@@ -138,3 +138,13 @@ def test_a_draft_head(tmp_path: Path, variant: str):
 def test_a_tree_of_medusa_heads(tmp_path: Path):
     tree = {"tree": "[[0], [0, 0], [1]]", "draft_model": str(medusa.write(tmp_path / "heads"))}
     check(golden.model_dir(medusa.TRUNK), tmp_path, tree, [ALL_GREEDY])
+
+
+@pytest.mark.slow
+def test_deepseek_v4(tmp_path: Path):
+    """Rows of windows and inputs of compressors are split over the hosts, as slots and pages are."""
+    cfg = v4.model(num_hidden_layers=3, compress_ratios=[4, 128, 0, 0])
+    sizes = {"num_speculative_tokens": 2, "page_size": 128, "max_model_len": 300, "prefill_chunk": 64}
+    prompts = [[3 + i, *(5 + (7 * k * k) % 50 for k in range(120 + 20 * i))] for i in range(2)]
+    job = {"prompts": prompts, "params": [GREEDY] * 2}
+    check(written(cfg, tmp_path / "model"), tmp_path, sizes, [job, job])

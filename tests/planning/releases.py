@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.v4 import QUANTISATION, v4_config
+
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _INT4 = {
@@ -108,6 +110,21 @@ RELEASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "vocab_size": 163840,
     },
+    "DeepSeek-V4-Pro": v4_config(
+        **{
+            "hidden_size": 7168,
+            "head_dim": 512,
+            "index_head_dim": 128,
+            "index_n_heads": 64,
+            "index_topk": 1024,
+        },
+        **{"moe_intermediate_size": 3072, "n_routed_experts": 384, "num_attention_heads": 128},
+        **{"num_experts_per_tok": 6, "num_hidden_layers": 61, "num_hash_layers": 3, "o_groups": 16},
+        **{"o_lora_rank": 1024, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "sliding_window": 128},
+        **{"vocab_size": 129280, "compress_ratios": [128, *(128, 4) * 30, 0], "torch_dtype": "bfloat16"},
+        **{"max_position_embeddings": 1048576, "routed_scaling_factor": 2.5},
+        **{"quantization_config": QUANTISATION, "expert_dtype": "fp4"},
+    ),
 }
 
 

@@ -13,11 +13,13 @@ from mtp_jax.planning.published import DEEPSEEK_V3
 from mtp_jax.planning.weights import Block, Storage
 from tests import golden
 from tests.planning.releases import RELEASES, write
+from tests.v4 import v4_config
 
 
-@pytest.mark.parametrize("variant", golden.VARIANTS)
+@pytest.mark.parametrize("variant", [*golden.VARIANTS, None])
 def test_blocks_have_every_parameter_of_their_layer(variant):
-    specs = param_specs(summarise(golden.model_dir(variant)).config)
+    v4 = ModelConfig.from_dict(v4_config())
+    specs = param_specs(summarise(golden.model_dir(variant)).config if variant else v4)
     for layer in (*specs.layers, *(p.layer for p in specs.nextn)):
         block = Block.of(layer)
         parts = sum(w.narrow + w.half + w.single for w in block.parts)
@@ -56,7 +58,7 @@ def test_deepseek_v3_is_as_large_as_published():
     )
 
 
-@pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.parametrize("name", [name for name in RELEASES if name != "DeepSeek-V4-Pro"])
 def test_cached_tokens_take_the_bytes_of_their_rows(name):
     cfg = ModelConfig.from_dict(RELEASES[name])
     indexed = [i for i in range(cfg.num_hidden_layers) if cfg.indexes(i)]

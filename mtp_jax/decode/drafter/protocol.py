@@ -19,7 +19,7 @@ from mtp_jax.model.trunk import STREAMS, Taps
 FINAL = -1
 """The number, among a drafter's features, of the hidden state after the final norm."""
 
-Features = tuple[Float[Array, "B W D"], ...]
+Features = tuple[Float[Array, "_B _W _D"], ...]
 """The hidden states that ``Drafter.features`` names, in that order."""
 
 

@@ -91,7 +91,7 @@ class Products:
         y = jax.lax.dot_general(flat_x, flat_w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
-    def plain(self, x: Rows) -> Float[Array, "B W D"]:
+    def plain(self, x: Rows) -> Float[Array, "*b D"]:
         """Rows as an array."""
         return x
 
