@@ -41,10 +41,12 @@ class StreamNextN(NextNLayers):
         """e_proj enorm(embedding) + h_proj hnorm(stream), for every stream."""
         p, eps = params.nextn[k], self.cfg.rms_norm_eps
         e = rms_norm(embed(params.embed, given.tokens, on.mesh), p.token_norm, eps)
-        h = given.hidden.astype(e.dtype).reshape(*e.shape[:2], self.streams, -1)
+        # A stream of a token is a row of its own, as products take rows [B, W, D].
+        h = given.hidden.astype(e.dtype).reshape(len(e), -1, e.shape[-1])
         with jax.named_scope("merge"):
             merged = on.products.linear(rms_norm(h, p.hidden_norm, eps), p.stream_merge)
-            return merged + on.products.linear(e, p.merge)[:, :, None], None
+            token = on.products.linear(e, p.merge)[:, :, None]
+            return merged.reshape(*e.shape[:2], self.streams, -1) + token, None
 
     def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W SD"]:
         """The streams behind the layer."""

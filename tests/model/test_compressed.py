@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from mtp_jax.model import trunk
 from mtp_jax.model.attention.compressed import empty_window
@@ -23,7 +24,7 @@ from tests import v4
 
 # One layer of each kind; experts are few, as they are not the subject.
 CONFIG = v4.v4_config(
-    num_hidden_layers=3, compress_ratios=[4, 128, 0, 0], n_routed_experts=2, num_hash_layers=1, hidden_size=32
+    num_hidden_layers=3, compress_ratios=[4, 128, 0, 0], n_routed_experts=2, index_head_dim=24, hidden_size=32
 )
 SIZE, WIDEST, SLOTS, COLUMNS = 128, 5, 3, 3
 ON = xla_cpu()
@@ -153,3 +154,41 @@ def test_chunks_with_any_borders_are_one_pass(widths: list[int]):
         length, turn = np.maximum(length + width, start + count), turn + 1
         length = np.where(start + count >= 300, 300, length)
     np.testing.assert_allclose(got[:, :290], whole()[:, :290], atol=1e-4)
+
+
+def rows_read(columns: int) -> dict[int, int]:
+    """Rows of the cache that a step of one token and slot reads in a layer of each ratio.
+
+    Counted in the traced program: results of gathers as wide as a row. Index keys are narrower.
+    """
+    cfg, params = model()
+    table, one = jnp.zeros((1, columns), jnp.int32), jnp.ones(1, jnp.int32)
+    where = PagedView(table, jnp.zeros((1, 1), jnp.int32), chain(one, one), slot=one)
+    width, counts = CONFIG["head_dim"], {}
+
+    def walk(jaxpr) -> int:
+        found = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "gather" and eqn.outvars[0].aval.shape[-1:] == (width,):
+                found += eqn.outvars[0].aval.size // width
+            for sub in jaxprs_in_params(eqn.params):
+                found += walk(sub)
+        return found
+
+    for layer, ratio in enumerate(CONFIG["compress_ratios"][:3]):
+        pages = empty_cache(columns + 1, SIZE, cfg, layer, jnp.float32)
+        own = empty_window(pages, cfg, layer, 1, 1)
+        x, angles = jnp.zeros((1, 1, 4, 32)), jnp.zeros((1, 1, 2, 2, 4))
+        sight = trunk.Sight(angles, (where,))
+        jaxpr = jax.make_jaxpr(lambda p, x, sight, own: trunk.attended(p, Model(cfg, ON), x, sight, own))(
+            params.layers[layer], x, sight, own
+        )
+        counts[ratio] = walk(jaxpr.jaxpr)
+    return counts
+
+
+def test_a_step_reads_the_window_and_entries_not_the_context():
+    """After 8,000 tokens: the window, by slot and by page before; chosen entries, or all of 128 tokens."""
+    window, topk = CONFIG["sliding_window"] - 1, CONFIG["index_topk"]
+    assert rows_read(63) == {0: 2 * window, 4: 2 * window + topk, 128: 2 * window + 63}
+    assert rows_read(126) == {0: 2 * window, 4: 2 * window + topk, 128: 2 * window + 126}
