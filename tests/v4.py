@@ -9,12 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.checkpoint.head import stages_config
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params, param_specs
+from mtp_jax.model.spec import leaves
 from tests.checkpoint.files import Raw, write_raw
 
 Arrays = dict[str, np.ndarray]
@@ -255,6 +259,15 @@ def loaded(config: dict[str, Any], tensors: Arrays, **options: Any) -> Loaded:
     with tempfile.TemporaryDirectory() as folder:
         write_v4(Path(folder), config, tensors)
         return load(Path(folder), dtype="float32", **options)
+
+
+def by_name(cfg: ModelConfig, params: Params) -> Arrays:
+    """Parameters in the shapes of their tensors."""
+    found: Arrays = {}
+    for spec, array in zip(leaves(param_specs(cfg)), jax.tree.leaves(params), strict=True):
+        for at, name in np.ndenumerate(spec_names(spec)):
+            found[str(name)] = np.asarray(array)[at].reshape(spec.tensor_shape)
+    return found
 
 
 def model(**changes: Any) -> ModelConfig:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves
 from tests.checkpoint.files import assert_same, copy_folder, edit_json, edit_tensors, read_folder
 from tests.planning.releases import write
-from tests.v4 import DSPARK, Arrays, v4_config, v4_tensors, write_v4
+from tests.v4 import DSPARK, Arrays, by_name, v4_config, v4_tensors, write_v4
 
 TABLE = "layers.0.ffn.gate.tid2eid"
 
@@ -33,18 +32,8 @@ def small(**changes: Any) -> dict[str, Any]:
 STAGED = small(**DSPARK | {"dspark_target_layer_ids": [0, 1]}, compress_ratios=[4, 128, 0, 0, 0])
 
 
-def by_name(loaded: Loaded) -> Arrays:
-    """The loaded values in the shapes of their tensors."""
-    specs, arrays = jax.tree.leaves(param_specs(loaded.config)), jax.tree.leaves(loaded.params)
-    found: Arrays = {}
-    for spec, array in zip(specs, arrays, strict=True):
-        for at, name in np.ndenumerate(spec_names(spec)):
-            found[str(name)] = np.asarray(array)[at].reshape(spec.tensor_shape)
-    return found
-
-
 def same(loaded: Loaded, want: Arrays) -> None:
-    got = by_name(loaded)
+    got = by_name(loaded.config, loaded.params)
     assert got.keys() == want.keys()
     for name, values in got.items():
         np.testing.assert_array_equal(values, want[name], name)
@@ -118,7 +107,7 @@ def test_copies_of_the_tables(plain: Path, tmp_path: Path):
 def test_dspark_stages(dspark: Path, plain: Path, tmp_path: Path):
     """Their tensors count them; config.json says one MTP layer beside them, as releases do."""
     loaded, whole = load(dspark), read_folder(dspark)
-    assert by_name(loaded).keys() == whole.keys()
+    assert by_name(loaded.config, loaded.params).keys() == whole.keys()
     same(loaded, v4_tensors(STAGED))
     head = loaded.config.drafter
     assert isinstance(head, StagesConfig)
@@ -131,7 +120,7 @@ def test_dspark_stages(dspark: Path, plain: Path, tmp_path: Path):
     assert load(folder).config == loaded.config
     trunk = load(dspark, num_nextn_layers=0)
     assert not trunk.config.drafts
-    assert all(not name.startswith("mtp.") for name in by_name(trunk))
+    assert all(not name.startswith("mtp.") for name in by_name(trunk.config, trunk.params))
     with pytest.raises(ConfigError, match="num_nextn_layers = 1 beside the DSpark head"):
         load(dspark, num_nextn_layers=1)
     assert load(dspark, plain).config.num_nextn_predict_layers == 1
