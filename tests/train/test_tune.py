@@ -377,7 +377,7 @@ def test_every_kind_of_head_is_tuned(variant: str, tmp_path: Path) -> None:
         assert report["after"][name]["length"] > before["length"] - 0.3
 
 
-def test_medusa_heads_are_not_tuned() -> None:
+def test_medusa_heads_and_drafters_of_v4_are_not_tuned() -> None:
     with pytest.raises(ConfigError, match="Medusa heads are not tuned here"):
         head_of(medusa.loaded().config)
     for cfg in (v4.model(), v4.staged()):
