@@ -20,11 +20,11 @@ from mtp_jax.bench.depth import Decode, decode_alternating, speedup
 from mtp_jax.bench.report import Report, Spread
 from mtp_jax.bench.subject import Subject, prompts_for
 from mtp_jax.bench.synthetic import complete
-from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
-from mtp_jax.decode.state import StateShape
+from mtp_jax.decode.state import State, StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model import trunk
@@ -37,7 +37,8 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.visible import chain
 
 # One slot of 256 rows, prompts of 16 tokens: short enough that steps read weights, hardly any cache.
-_PAGE_SIZE, _ROWS, _PROMPT = 64, 256, 16
+# Pages hold whole entries of compressed attention.
+_PAGE_SIZE, _ROWS, _PROMPT = 128, 256, 16
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,15 @@ class Cached:
     table: Any
 
 
-def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
+def _shapes(cfg: ModelConfig, dtype: str) -> State:
     count = _ROWS // _PAGE_SIZE
-    shape = StateShape(1, count, _PAGE_SIZE, count, dtype)
-    state = empty_state(abstract_state(trunk.Model(cfg), Nothing(cfg.vocab_size), shape))
-    return Cached(state.trunk, jnp.arange(count, dtype=jnp.int32)[None])
+    shape = StateShape(1, count, _PAGE_SIZE, count, dtype, window=MAX_DRAFTS + 1)
+    return abstract_state(trunk.Model(cfg), Nothing(cfg.vocab_size), shape)
+
+
+def _empty_cache(cfg: ModelConfig, dtype: str) -> Cached:
+    table = jnp.arange(_ROWS // _PAGE_SIZE, dtype=jnp.int32)[None]
+    return Cached(empty_state(_shapes(cfg, dtype)).trunk, table)
 
 
 def verify(
@@ -65,7 +70,7 @@ def verify(
 ) -> tuple[tuple[PyTree, ...], Int[Array, "B W"]]:
     """The verify part of a step alone; returns (pages, the trunk's greedy choices)."""
     positions, on = start[:, None] + jnp.arange(tokens.shape[1]), backend()
-    view = PagedView(table, positions, chain(start, tokens.shape[1]))
+    view = PagedView(table, positions, chain(start, tokens.shape[1]), slot=jnp.zeros_like(start))
     traced = trunk.run(params, trunk.Model(cfg, on), tokens, positions, pages, (view,))
     return traced.caches, argmax(trunk.logits(params, traced.hidden, on))
 
@@ -107,9 +112,7 @@ def _places(length: int, widest: int, rounds: int) -> np.ndarray:
 
 def _row_bytes(subject: Subject) -> float:
     """Bytes of a token's rows in the trunk's cache, all layers."""
-    cfg = subject.config
-    pages = jax.tree.leaves(_empty_cache(cfg, subject.dtype).pages)
-    return sum(a.nbytes / (a.shape[0] * _PAGE_SIZE) for a in pages)
+    return bytes_per_page(_shapes(subject.config, subject.dtype)) / _PAGE_SIZE
 
 
 def _compile(cfg: ModelConfig, params: Params, cached: Cached, width: int) -> jax.stages.Compiled:

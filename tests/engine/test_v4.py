@@ -101,12 +101,13 @@ def test_chunks_of_prompts_change_nothing(cfg: ModelConfig, chunk: int):
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_nothing(cfg: ModelConfig):
+@pytest.mark.parametrize("config", [{}, {"redundant_experts": 4, "expert_exchange": "all_to_all"}], ids=str)
+def test_a_mesh_changes_nothing(cfg: ModelConfig, config: dict[str, Any]):
     """Slots and pages over two data shards; heads, groups of heads and experts over two more."""
     mesh = make_mesh(2, 2)
     params = on_mesh(tiny_params(cfg), mesh, cfg)
     sizes = {"page_size": PAGE, "max_model_len": 400, "max_num_seqs": 4, "prefill_chunk": 64}
-    engine = make_engine(params, cfg, mesh, num_speculative_tokens=3, **sizes)
+    engine = make_engine(params, cfg, mesh, num_speculative_tokens=3, **sizes, **config)
     given = jobs(254, 119, 131, 70)
     requests = serve(engine, given)
     assert told(requests) == told(serve(engine_of(cfg, max_num_seqs=4), given))

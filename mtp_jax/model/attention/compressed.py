@@ -20,7 +20,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model import compressor, indexer
 from mtp_jax.model.attention.kind import Asked, Attended, Kind
 from mtp_jax.model.attention.pages import Write
-from mtp_jax.model.attention.source import Source
+from mtp_jax.model.attention.source import Source, scores_of_pages
 from mtp_jax.model.cache import (
     Cache,
     Entries,
@@ -33,7 +33,6 @@ from mtp_jax.model.cache import (
     WindowSlots,
     contained,
     read_chosen,
-    read_index,
     read_rows,
     rows_at,
     widened,
@@ -174,10 +173,7 @@ class Compressed(Kind):
             return unrotate_last(_softmax(asked.q.whole, w.sink, parts, cfg.softmax_scale), own.angles)
 
     def over_rows(self, cfg: ModelConfig, asked: Asked, w: Own, cache: WholeCache | None) -> Attended:
-        """Attend to the window and to entries of whole sequences.
-
-        Raises ConfigError behind cached rows.
-        """
+        """Attend to the window and to entries of whole sequences."""
         assert cache is None, "nothing is trained through compressed attention"
         added, c = asked.entries, _of(cfg)
         slots, width, _ = added.rows.shape
@@ -248,7 +244,8 @@ class Compressed(Kind):
         if asked.index is not None and length > c.topk:
             with jax.named_scope("index"):
                 ended = jnp.max((span.start + span.count) // ratio)
-                chosen = indexer.best(_scores(asked.index, entries, table, visible, ended), c.topk)
+                found = scores_of_pages(asked.index, entries, table, visible, ended)
+                chosen = indexer.best(found, c.topk)
 
             def one_by_one(cut: Callable[[Array], Array]) -> Far:
                 own = cut(chosen)
@@ -320,25 +317,6 @@ def empty_window(pages: LayerCache, cfg: ModelConfig, layer: int, slots: int, wi
     inputs = ring(inputs, slots, compressor.reach(ratio), widest)
     entries = zeroed(count, size // ratio, cfg.row, index, dtype)
     return WindowCache(WindowPages(rows, first, entries), WindowSlots(recent, inputs), size)
-
-
-def _scores(
-    q: IndexQueries,
-    entries: LayerCache,
-    table: Int[Array, "B n"],
-    visible: Bool[Array, "B W E"],
-    ended: Int[Array, ""],
-) -> Float[Array, "B W E"]:
-    """The indexer's scores of entries, float32; -inf where a token sees none. ended: entries to score."""
-    page, length = entries.page_size, visible.shape[-1]
-    each = min(indexer.block_size(length, q.weights.shape[2], page) // page, table.shape[1])
-    padded = jnp.pad(table, ((0, 0), (0, -table.shape[1] % each)))
-
-    def read(i: Int[Array, ""] | int) -> Float[Array, "B l i"]:
-        return read_index(entries, jax.lax.dynamic_slice_in_dim(padded, i * each, each, axis=1), q.q.dtype)
-
-    found = indexer.scores_in_blocks(q, read, each * page, length, -(-ended // (each * page)))
-    return indexer.masked(found, visible)
 
 
 def _mixed(

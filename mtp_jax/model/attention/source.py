@@ -89,21 +89,10 @@ class Paged:
         return rows, mask if self.only is None else mask & self.only
 
     def scores(self, q: IndexQueries) -> Float[Array, "B W L"]:
-        """The indexer's scores, float32; -inf where a token does not see a row.
-
-        Only blocks of index keys up to the last row that some token sees are scored.
-        """
-        page, table = self.cache.page_size, self.view.page_table
-        each = min(indexer.block_size(self.length, q.weights.shape[2], page) // page, table.shape[1])
-        table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % each)))
-
-        def read(i: Int[Array, ""] | int) -> Float[Array, "B l i"]:
-            pages = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1)
-            return read_index(self.cache, pages, q.q.dtype)
-
-        last = jnp.minimum(jnp.max(self.view.visible.end()), self.length)
-        found = indexer.scores_in_blocks(q, read, each * page, self.length, -(-last // (each * page)))
-        return indexer.masked(found, self.view.visible.mask(self.width, self.length))
+        """The indexer's scores, float32; -inf where a token does not see a row."""
+        visible, last = self.view.visible, jnp.minimum(jnp.max(self.view.visible.end()), self.length)
+        mask = visible.mask(self.width, self.length)
+        return scores_of_pages(q, self.cache, self.view.page_table, mask, last)
 
     def of(self, chosen: Int[Array, "B W K"] | None) -> "Paged | Chosen":
         """The rows that tokens chose; None: all that they see.
@@ -115,6 +104,28 @@ class Paged:
         if chosen.shape[1] * chosen.shape[2] <= self.length:
             return Chosen(self.cache, self.view, self.row, chosen)
         return replace(self, only=indexer.chosen_mask(chosen, self.length))
+
+
+def scores_of_pages(
+    q: IndexQueries,
+    cache: LayerCache,
+    table: Int[Array, "B n"],
+    visible: Bool[Array, "B W L"],
+    last: Int[Array, ""],
+) -> Float[Array, "B W L"]:
+    """The indexer's scores of cached rows, float32; -inf where a token does not see one.
+
+    Only blocks of index keys before row ``last``, which no token sees, are scored.
+    """
+    page, length = cache.page_size, visible.shape[-1]
+    each = min(indexer.block_size(length, q.weights.shape[2], page) // page, table.shape[1])
+    padded = jnp.pad(table, ((0, 0), (0, -table.shape[1] % each)))
+
+    def read(i: Int[Array, ""] | int) -> Float[Array, "B l i"]:
+        return read_index(cache, jax.lax.dynamic_slice_in_dim(padded, i * each, each, axis=1), q.q.dtype)
+
+    found = indexer.scores_in_blocks(q, read, each * page, length, -(-last // (each * page)))
+    return indexer.masked(found, visible)
 
 
 @struct.dataclass
