@@ -111,12 +111,10 @@ def rigged(
     layers, drafter = tuple(quiet(layer) for layer in raw.layers), raw.drafter
     if isinstance(drafter, Medusa):
         drafter = Medusa(drafter.blocks, (head,) * len(drafter.tables))
-    if (
-        isinstance(drafter, BlockHead) and drafter.hyper_head
-    ):  # DSpark stages: the token before outweighs masks
-        following = np.zeros_like(drafter.markov.following)
-        following[follower] = 12 * contrast * drafter.markov.previous
-        drafter = replace(drafter, markov=replace(drafter.markov, following=following))
+    if isinstance(drafter, BlockHead) and drafter.hyper_head and (markov := drafter.markov):
+        following = np.zeros_like(markov.following)  # the token before outweighs the rows of masks
+        following[follower] = 12 * contrast * markov.previous
+        drafter = replace(drafter, markov=replace(markov, following=following))
     params = replace(raw, layers=layers, head=head, nextn=tuple(merges), drafter=drafter)
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32), params)
 

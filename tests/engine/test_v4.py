@@ -177,8 +177,10 @@ def forward(params: Params, tokens: jax.Array, cfg: ModelConfig) -> tuple[jax.Ar
 def test_stages_draft_and_are_accepted_as_their_formulas_say():
     cfg, engine = CFGS["dspark"], engine_of(CFGS["dspark"], max_num_seqs=1, num_speculative_tokens=4)
     plain, ((prompt, options),) = v4_stages.Stages(STAGED, v4.by_name(cfg, tiny_params(cfg))), jobs(140)
-    begin, asked = len(prompt), replace(options, max_tokens=options.max_tokens + 4)
-    (request,) = serve(engine, [(prompt, replace(asked, num_speculative_tokens=0))], exactly=True)
+    begin, tokens = len(prompt), 20
+    (request,) = serve(
+        engine, [(prompt, replace(options, max_tokens=tokens + 4, num_speculative_tokens=0))], exactly=True
+    )
     text = [*prompt, *request.progress.output]
     logits, streams = map(np.asarray, forward(tiny_params(cfg), jnp.asarray([text]), cfg))
     assert logits[begin - 1 : -1].argmax(-1).tolist() == request.progress.output
@@ -188,12 +190,14 @@ def test_stages_draft_and_are_accepted_as_their_formulas_say():
     np.testing.assert_allclose(chosen_by, by, rtol=0, atol=2e-4)
     for depth in (4, 1, 3):
         newest, counts = begin, []
-        while newest < begin + options.max_tokens - 1:
+        while newest < begin + tokens - 1:
             drafts, _, _ = plain.drafts(text[newest], plain.context(streams[:newest]))
             same = np.equal(drafts[:depth], text[newest + 1 : newest + 1 + depth])
             counts.append(int(np.cumprod(same).sum()))
             newest += counts[-1] + 1
-        (request,) = serve(engine, [(prompt, replace(options, num_speculative_tokens=depth))])
+        (request,) = serve(
+            engine, [(prompt, replace(options, max_tokens=tokens, num_speculative_tokens=depth))]
+        )
         assert request.progress.cached_tokens == PAGE
         assert accepted(request) == counts
         assert 0 < sum(counts) < depth * len(counts)
