@@ -103,7 +103,7 @@ def make_plan(
         if num_nextn_layers:
             raise ConfigError(
                 f"num_nextn_layers = {num_nextn_layers} beside the {draft.head.name} head of {draft.folder}; "
-                "leave one of them out"
+                "leave one of them out, or give 0"
             )
         cfg = replace(cfg.with_nextn(()), drafter=draft.head)
         return match(cfg, folder, draft, str(raw.get("model_type", "deepseek_v3")))

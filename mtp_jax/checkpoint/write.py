@@ -58,8 +58,8 @@ def save_checkpoint(
 
     Norms, the router and its bias stay float32; everything else becomes ``dtype``. NextN layers are written
     in place (layer L + k), their copies of embedding and head only where they are not the trunk's, and so are
-    DeepSeek-V4's DSpark stages. Files of
-    an earlier checkpoint in the folder are replaced; other files, such as a tokenizer, are left alone.
+    DeepSeek-V4's DSpark stages. Files of an earlier checkpoint in the folder are replaced; other files, such
+    as a tokenizer, are left alone.
     Raises ConfigError for an unknown dtype, CheckpointError for params of another model or kept narrow.
     """
     if dtype not in type_of:
