@@ -97,9 +97,8 @@ class StagesConfig(BlockConfig):
 
     @property
     def keys(self) -> JsonObject:
-        """Their keys of the model's config.json, which counts outputs of layers from 0."""
+        """Their keys of the model's config.json, which counts outputs of layers from 0, and no stages."""
         return {
-            "n_mtp_layers": self.layers.num_hidden_layers,
             "dspark_block_size": self.block,
             "dspark_noise_token_id": self.mask,
             "dspark_target_layer_ids": [tap - 1 for tap in self.taps],
