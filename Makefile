@@ -64,12 +64,12 @@ gpu-compile: $(GPU_COMPILE)/.installed
 BENCH = $(BIN)/mtp-jax bench
 
 bench: $(VENV)/.dev
-	@for p in dense moe; do $(BIN)/python -m mtp_jax.bench.synthetic --preset $$p --out build/bench/$$p || exit 1; done
+	@for p in dense moe v4; do $(BIN)/python -m mtp_jax.bench.synthetic --preset $$p --out build/bench/$$p || exit 1; done
 	@$(BENCH) depth
 	@$(BENCH) acceptance
-	@for p in dense moe; do $(BENCH) window --model build/bench/$$p && \
+	@for p in dense moe v4; do $(BENCH) window --model build/bench/$$p && \
 	  $(BENCH) depth --model build/bench/$$p --temperature 0 --prompts 8 --max-tokens 64 || exit 1; done
-	@$(BENCH) sweep && for p in dense moe; do \
+	@$(BENCH) sweep && for p in dense moe v4; do \
 	  $(BENCH) sweep --model build/bench/$$p --prompt-tokens 16 --max-tokens 64 --rounds 2 || exit 1; done
 
 # Random traffic against a server of its own, for minutes: docs/benchmarks.md.

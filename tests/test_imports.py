@@ -60,6 +60,7 @@ WITHOUT_JAX = (
     "hosts.options",
     "json_object",
     "machine",
+    "model.cache_bytes",
     "model.config",
     "model.config_parts",
     "model.head_config",
@@ -142,6 +143,7 @@ OF_DRAFTING = (
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 _OF_MODEL = (
+    "cache_bytes",
     "config",
     "config_parts",
     "device",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mtp_jax.api.progress import Reporter
-from mtp_jax.engine.config import DEFAULT_PAGE, EngineConfig, EngineOptions
+from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
@@ -124,7 +124,7 @@ class LLMOptions(EngineOptions):
             )
         given["num_speculative_tokens"] = self.drafts
         if self.page_size is None:
-            given["page_size"] = -(-DEFAULT_PAGE // model.page_unit) * model.page_unit
+            given["page_size"] = model.usual_page
         given["verifier"] = self.verifier or ("coupled" if self.tree else "block")
         if self.dtype == "auto":
             given["dtype"] = "float32" if on_cpu else model.dtype

@@ -163,7 +163,7 @@ def of_launch(
         if sizes and layer in own:
             of = sizes
         a = attention(of, layer, width, cached)
-        values = a.rows * of.row.width + a.keys * (of.indexer.dim if of.indexer else 0)
+        values = a.rows * of.row.width + a.keys * of.index_dim(layer)
         return Work(slots * values * itemsize, slots * (a.flops + a.scoring))
 
     def extend(rows: tuple[int, int]) -> list[Work]:

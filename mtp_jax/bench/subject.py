@@ -49,6 +49,7 @@ class Subject:
             num_speculative_tokens=depth,
             max_num_seqs=slots,
             max_model_len=max_model_len,
+            page_size=self.config.usual_page,
             dtype=self.dtype,
             adaptive_depth=adaptive,
             prefix_cache=False,

@@ -1,7 +1,8 @@
 """Checkpoints with rigged acceptance: any size, no real weights, drafts accepted at a given rate.
 
     trunk   greedy next token of t = chain[t]: blocks are quiet, the head's row chain[t] points along embed[t]
-    NextN   eh_proj = [identity | 0] + noise, so it predicts the chain, with mistakes set by the noise
+    NextN   eh_proj = [identity | 0] + noise, so it predicts the chain, with mistakes set by the noise; of
+            several streams e_proj = identity + noise, h_proj = noise
 
 Plain random weights accept nothing and would exercise none of the draft-and-verify loop.
 """
@@ -25,25 +26,28 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
+from mtp_jax.model.config import CompressedConfig, HyperConfig, ModelConfig
+from mtp_jax.model.params import NextN, Params, Spec, dtype_of, param_specs
 
 # All blocks together add this much to the residual stream, relative to the embedding they start from.
 _LOUDNESS = 0.4
 
-# Beside the quiet tensors: gates and queries loud enough that attention and experts are not uniform.
+# Beside the quiet tensors: gates and queries loud enough that attention and experts are not uniform. Ends of
+# names without ".weight"; the second of each kind is DeepSeek-V4's.
 _GAINS = {
-    "gate_proj": 1.25,
-    "down_proj": 1.5,
-    "q_proj": 1.5,
-    "q_b_proj": 1.5,
+    **dict.fromkeys(("gate_proj", "w1"), 1.25),
+    **dict.fromkeys(("down_proj", "w2"), 1.5),
+    **dict.fromkeys(("q_proj", "q_b_proj", "wq_b"), 1.5),
     "gate": 2.0,
-    "e_score_correction_bias": 0.2,
+    **dict.fromkeys(("e_score_correction_bias", "gate.bias"), 0.2),
 }
-_QUIET = ("o_proj", "down_proj")
+_QUIET = ("o_proj", "wo_b", "down_proj", "w2")
 _HEAD_NOISE, _HEAD_SIGNAL = 0.9, 6.0
 _OUT_OF_REACH = 0.2
 _CLOSE = 0.03  # distance to the target at which the search ends
+
+
+PRESETS = "dense", "moe", "v4"
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """The preset "dense" or "moe": about 200 million parameters in 24 layers. Raises ConfigError.
+    """The preset "dense" or "moe", of about 200 million parameters in 24 layers, or "v4". Raises ConfigError.
 
     A vocabulary of 4096 keeps the head's share of a step near the release's: 2 to 5 % of the weights a token
     touches (DeepSeek-V3: 2.5 %), so that a draft, which needs the head too, is as cheap as it is there.
@@ -65,7 +69,9 @@ def preset(name: str) -> Preset:
         return Preset("24 dense layers, 0.8 GB in float32", _dense(), noise=5.125)
     if name == "moe":
         return Preset("2 dense and 22 MoE layers, 0.8 GB in float32", _moe(), noise=4.384)
-    raise ConfigError(f"preset {name!r} is unknown; expected 'dense' or 'moe'")
+    if name == "v4":
+        return Preset("6 layers of DeepSeek-V4, 0.5 GB in float32", _v4(), noise=4.4925)
+    raise ConfigError(f"preset {name!r} is unknown; expected {' or '.join(map(repr, PRESETS))}")
 
 
 def _dense() -> ModelConfig:
@@ -108,6 +114,43 @@ def _moe() -> ModelConfig:
     )
 
 
+def _v4() -> ModelConfig:
+    """Layers of all kinds, in the release's order. They are compiled one by one, so there are few."""
+    return replace(
+        _dense(),
+        hidden_size=768,
+        intermediate_size=192,
+        moe_intermediate_size=192,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        q_lora_rank=256,
+        kv_lora_rank=0,
+        qk_nope_head_dim=0,
+        v_head_dim=0,
+        compressed=CompressedConfig(
+            head_dim=128,
+            groups=4,
+            group_rank=128,
+            window=128,
+            theta=160000.0,
+            index_heads=8,
+            index_dim=64,
+            topk=64,
+            ratios=(0, 0, 4, 128, 4, 128),
+        ),
+        hyper=HyperConfig(streams=4, iterations=20, eps=1e-6),
+        scoring_func="sqrtsoftplus",
+        swiglu_limit=10.0,
+        num_hash_layers=3,
+        n_routed_experts=32,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        routed_scaling_factor=1.5,
+        first_k_dense_replace=0,
+        nextn_moe=(True,),
+    )
+
+
 def chain(cfg: ModelConfig, seed: int = 0) -> np.ndarray:
     """int32 [V]: the token that follows each token.
 
@@ -142,17 +185,22 @@ def rigged_params(cfg: ModelConfig, noise: float, seed: int = 0, dtype: str = "f
 
 
 def with_noise(params: Params, noise: float, seed: int = 0) -> Params:
-    """``params`` with eh_proj = [identity | 0] + noise * N(0, 1 / D) in every NextN layer."""
+    """``params`` with eh_proj = [identity | 0] + noise * N(0, 1 / D) in every NextN layer.
 
-    def rig(k: int, merge: jax.Array) -> jax.Array:
-        hidden = merge.shape[0]
-        random = _generator(seed, f"noise {k}").standard_normal(merge.shape, np.float32)
+    Where there are several streams, e_proj and h_proj are the halves of eh_proj.
+    """
+
+    def rig(k: int, p: NextN) -> NextN:
+        hidden = p.merge.shape[0]
+        random = _generator(seed, f"noise {k}").standard_normal((hidden, 2 * hidden), np.float32)
         random *= np.float32(noise / math.sqrt(hidden))
         random[:, :hidden] += np.eye(hidden, dtype=np.float32)
-        return jnp.asarray(random, merge.dtype)
+        merge = jnp.asarray(random, p.merge.dtype)
+        if p.stream_merge is None:
+            return replace(p, merge=merge)
+        return replace(p, merge=merge[:, :hidden], stream_merge=merge[:, hidden:])
 
-    nextn = tuple(replace(p, merge=rig(k, p.merge)) for k, p in enumerate(params.nextn))
-    return replace(params, nextn=nextn)
+    return replace(params, nextn=tuple(rig(k, p) for k, p in enumerate(params.nextn)))
 
 
 def _generator(seed: int, name: str) -> np.random.Generator:
@@ -164,12 +212,16 @@ def _array(spec: Spec, cfg: ModelConfig, seed: int) -> np.ndarray:
     while not isinstance(first, str):
         first = first[0]
     value = _generator(seed, f"{first} {spec.rows}").standard_normal(spec.shape, np.float32)
+    if spec.ids:  # different experts for each token
+        random = _generator(seed, first).random((spec.shape[0], cfg.n_routed_experts))
+        return random.argsort(axis=1)[:, : spec.shape[1]]
     if spec.init == "ones":
         return 1 + 0.02 * value
     if spec.init == "embedding":
         return value
-    kind = first.removesuffix(".weight").rpartition(".")[2]
-    gain = _GAINS.get(kind, 1.0) * (_LOUDNESS / math.sqrt(cfg.num_hidden_layers) if kind in _QUIET else 1.0)
+    name = first.removesuffix(".weight")
+    gain = next((g for end, g in _GAINS.items() if name.endswith(f".{end}")), 1.0)
+    gain *= _LOUDNESS / math.sqrt(cfg.num_hidden_layers) if name.endswith(_QUIET) else 1.0
     value *= np.float32(gain if spec.init == "zeros" else gain / math.sqrt(spec.tensor_shape[-1]))
     return value
 
@@ -230,6 +282,7 @@ def tune(
         num_speculative_tokens=depth,
         max_num_seqs=min(8, prompts),
         max_model_len=max_tokens + 16,
+        page_size=cfg.usual_page,
         seed=seed,
     )
     engine = local_engine(cfg, params, sizes)
@@ -264,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m mtp_jax.bench.synthetic", description="Write a checkpoint with rigged acceptance."
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--preset", choices=("dense", "moe"), help="a model of about 200 million parameters")
+    what.add_argument("--preset", choices=PRESETS, help="a model of 100 to 200 million parameters")
     what.add_argument("--config", help="any config.json")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)

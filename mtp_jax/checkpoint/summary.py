@@ -25,6 +25,7 @@ from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.cache_bytes import token_bytes
 from mtp_jax.model.config import CompressedConfig, ModelConfig
 from mtp_jax.model.head_config import Captures, Head, head_of
 from mtp_jax.model.params import type_of
@@ -114,6 +115,8 @@ class Summary:
             "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
+        if c.compressed:
+            rows["cache per token"] += f", in pages of {c.usual_page} tokens"
         if self.unread:
             parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
             rows["not read"] = ", ".join(parts)
@@ -246,11 +249,11 @@ def _summary(
     check_divisible(cfg, AbstractMesh(tuple(mesh.values()), tuple(mesh)))
     specs = list(leaves(params))
     total, active, nextn = parameter_counts(cfg)
-    layers = cfg.num_hidden_layers + cfg.num_nextn_predict_layers
+    layers, page = cfg.num_hidden_layers + cfg.num_nextn_predict_layers, cfg.usual_page
 
-    def of_head(dtype: str) -> int:
+    def of_head(dtype: str) -> float:
         sizes = (head := head_of(cfg)) and head.sizes
-        return sum(sizes.cache_bytes(i, dtype) for i in range(sizes.num_hidden_layers)) if sizes else 0
+        return sum(token_bytes(sizes, i, dtype, page) for i in range(sizes.num_hidden_layers)) if sizes else 0
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
@@ -273,7 +276,7 @@ def _summary(
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={
-            dtype: sum(cfg.cache_bytes(i, dtype) for i in range(layers)) + of_head(dtype)
+            dtype: math.ceil(sum(token_bytes(cfg, i, dtype, page) for i in range(layers)) + of_head(dtype))
             for dtype in (*type_of, "fp8")
         },
         unread=unread or {},

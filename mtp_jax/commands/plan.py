@@ -21,6 +21,7 @@ from mtp_jax.commands.parser import (
 from mtp_jax.decode.law import GOLDEN, golden_rates
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_config import read_json
 from mtp_jax.planning.fit import MEMORY_FRACTION
 from mtp_jax.planning.hardware import GPUS
 from mtp_jax.planning.published import KNOWN
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     plan_load.check(args)
     if args.check:
         if other := args.model or (args.load and "--load"):
-            raise ConfigError(f"--check compares DeepSeek-V3 with published speeds; leave out {other}")
+            raise ConfigError(f"--check compares DeepSeek-V3 and V4 with published speeds; leave out {other}")
         from mtp_jax.planning.check import text
 
         show.write(text() + "\n")
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = args.model if args.model.is_file() else args.model / "config.json"
     cfg = KNOWN.get(str(args.model).lower()) if not path.exists() else None
-    cfg = cfg or ModelConfig.from_file(path)
+    cfg = cfg or _read(args, path)
     name = path.absolute().parent.name
     if args.load is not None:
         return plan_load.run(args, _deployment(args, cfg), name)
@@ -144,6 +145,20 @@ def run(args: argparse.Namespace) -> int:
     else:
         show.write(text.text(plan, name) + "\n")
     return 0
+
+
+def _read(args: argparse.Namespace, path: Path) -> ModelConfig:
+    """The model of a config.json; where it has DSpark stages, the trunk alone. Raises ConfigError."""
+    raw = read_json(path)
+    cfg = ModelConfig.from_dict(raw)
+    if not any(key.startswith("dspark_") for key in raw):
+        return cfg
+    if args.depths != [0] and getattr(args, "num_speculative_tokens", None) != 0:
+        option = "--depths" if args.load is None else "--num-speculative-tokens"
+        raise ConfigError(
+            f"{path} declares DSpark stages, whose drafts are not estimated; plan the trunk, with {option} 0"
+        )
+    return cfg.without_drafts()
 
 
 def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
@@ -170,4 +185,5 @@ def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
         cache="bfloat16" if args.kv_cache_dtype == "auto" else "fp8",
         exchange=auto if args.exchange == "auto" else args.exchange,
         memory_fraction=args.memory_fraction,
+        page_size=getattr(args, "page_size", None),
     )

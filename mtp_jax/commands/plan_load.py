@@ -60,7 +60,7 @@ def add_load(parser: Parser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that have no effect, with --load or without."""
     if args.load is None:
-        if given := [flag for name, flag in _FLAGS.items() if name in args]:
+        if given := [flag for name, flag in _FLAGS.items() if name in args and name != "page_size"]:
             raise ConfigError(f"{given[0]} has no effect without --load FILE; give both or neither")
     elif given := [name for name in _OF_TABLE if getattr(args, name) is not None]:
         raise ConfigError(f"--{given[0]} has no effect with --load, whose file says it; leave it out")

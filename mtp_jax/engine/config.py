@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from mtp_jax.decode.keys import MAX_DRAFTS, Drafting, TreeShape
 from mtp_jax.decode.law import Asked, Law
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import DEFAULT_PAGE
 from mtp_jax.options import check, documented, narrowed, option
 
 # The other one of ``decode.keys.Verifier`` accepts fewer drafts than "block" and is the oracle of the tests.
@@ -13,9 +14,8 @@ VerifierChoice = Literal["block", "coupled"]
 KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 CacheType = Literal["auto", "fp8"]
 ExchangeChoice = Literal["auto", "gather", "all_to_all"]
-# ``num_speculative_tokens`` and ``page_size`` where they are not given.
+# ``num_speculative_tokens`` where it is not given.
 DEFAULT_DRAFTS = 3
-DEFAULT_PAGE = 64
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Dtype = Literal["float32", "bfloat16"]
 

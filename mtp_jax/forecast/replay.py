@@ -93,10 +93,11 @@ class Outcome:
 def fitted(config: EngineConfig, base: Deployment) -> EngineConfig:
     """The options with the pages that the deployment's memory holds. Raises ConfigError."""
     check_config(base.cfg, config, base.data)
-    d = replace(base, requests=1, context=config.max_model_len, depth=config.num_speculative_tokens)
+    page, depth = config.page_size, config.num_speculative_tokens
+    d = replace(base, requests=1, context=config.max_model_len, depth=depth, page_size=page)
     if why := misfit(d):
         raise ConfigError(f"{'with' if d.depth else 'without'} drafts {why}")
-    held = memory(d).tokens // d.data // config.page_size
+    held = memory(d).beside(config.max_num_seqs // d.data) // page
     return replace(config, num_pages=min(held, config.pages_per_shard(d.data)))
 
 

@@ -228,15 +228,15 @@ class ModelConfig:
         """The number of tokens that a page holds a multiple of, so that no entry is split between two."""
         return max((1, *self.compressed.ratios)) if self.compressed else 1
 
-    def cache_bytes(self, layer: int, dtype: str) -> int:
-        """Bytes that a layer's cache holds of a token: its row, and an index key where it has an indexer.
+    @property
+    def usual_page(self) -> int:
+        """Tokens of a page where no number is asked for."""
+        return -(-DEFAULT_PAGE // self.page_unit) * self.page_unit
 
-        dtype: "float32", "bfloat16" or "fp8". NextN layers count on from the trunk's.
-        """
-        key = self.indexer.dim if self.indexer and self.indexes(layer) else 0
-        if dtype == "fp8":
-            return self.row.fp8_bytes + (key + 4 if key else 0)
-        return (self.row.width + key) * {"float32": 4, "bfloat16": 2}[dtype]
+    def index_dim(self, layer: int) -> int:
+        """Width of a layer's index keys; 0 where it has none."""
+        own = self.indexer.dim if self.indexer else self.compressed.index_dim if self.compressed else 0
+        return own if self.indexes(layer) else 0
 
     @property
     def softmax_scale(self) -> float:
@@ -270,6 +270,9 @@ class ModelConfig:
             return self
         return replace(self, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
+
+DEFAULT_PAGE = 64
+"""Tokens of a page where no number is asked for, of a model whose pages may have any."""
 
 # Fields that are read into classes of their own.
 _PARTS = {

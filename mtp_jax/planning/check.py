@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_jax.planning.published import FITTED, HELD_OUT, ORDERED, Point
+from mtp_jax.planning.published import FITTED, HELD_OUT, ORDERED, V4, Point
 from mtp_jax.planning.step_time import band
 
 
@@ -55,8 +55,12 @@ def orderings() -> list[tuple[str, str, bool]]:
 
 def text() -> str:
     """The comparison as text: the fitted points, the held-out points, medians and orderings."""
-    parts = []
-    for title, points in (("Fitted", FITTED), ("Held out: looked up after the fit", HELD_OUT)):
+    after, parts = "looked up after the fit", []
+    for title, points in (
+        ("Fitted", FITTED),
+        (f"Held out: {after}", HELD_OUT),
+        (f"DeepSeek-V4: {after}", V4),
+    ):
         compared = [compare(p) for p in points]
         inside = sum(c.inside for c in compared)
         parts.append(

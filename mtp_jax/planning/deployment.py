@@ -1,9 +1,11 @@
 """A model on some GPUs, with its load; deployments that cannot be estimated are refused."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.cache_bytes import slot_bytes, token_bytes
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.fit import IMBALANCE, MEMORY_FRACTION
 from mtp_jax.planning.hardware import Gpu, Rate
@@ -38,6 +40,7 @@ class Deployment:
         exchange: the way of rows to their experts.
         memory_fraction: the share of a GPU's memory that is used.
         micro_batches: 1, or 2: one half is computed while the other is exchanged.
+        page_size: tokens of a page of the cache; None: the usual number.
     """
 
     cfg: ModelConfig
@@ -57,6 +60,7 @@ class Deployment:
     exchange: ExchangeWay = "all-to-all"
     memory_fraction: float = MEMORY_FRACTION
     micro_batches: int = 1
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -84,7 +88,13 @@ class Deployment:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a cached token."""
-        return sum(self.cfg.cache_bytes(i, self.cache) for i in self.layers)
+        page = self.page_size or self.cfg.usual_page
+        return math.ceil(sum(token_bytes(self.cfg, i, self.cache, page) for i in self.layers))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot beside its cached tokens."""
+        return sum(slot_bytes(self.cfg, i, self.cache, self.depth + 1) for i in self.layers)
 
 
 def hosts_for(gpu: Gpu, gpus: int) -> int:
@@ -115,6 +125,11 @@ def _check(d: Deployment) -> None:
     for name in ("requests", "context"):
         need(getattr(d, name) >= 1, f"{name} = {getattr(d, name)}; expected 1 or more")
     need(0 < d.memory_fraction <= 1, f"memory_fraction = {d.memory_fraction:g}; expected above 0, at most 1")
+    page, unit = c.usual_page if d.page_size is None else d.page_size, c.page_unit
+    need(
+        page > 0 and page % unit == 0,
+        f"page_size = {page}; expected a multiple of {unit}, such as {c.usual_page}",
+    )
     limit = c.max_position_embeddings
     need(d.context <= limit, f"context = {d.context}; the model has positions for {limit}")
     need(0 <= d.depth <= 8, f"depth = {d.depth}; expected 0 to 8 drafts")
@@ -136,6 +151,7 @@ def _check(d: Deployment) -> None:
     )
     split = {"num_attention_heads": c.num_attention_heads, "intermediate_size": c.intermediate_size}
     split |= {"moe_intermediate_size": c.moe_intermediate_size, "vocab_size": c.vocab_size}
+    split |= {"o_groups": c.compressed.groups} if c.compressed else {}
     for name, size in split.items():
         need(
             size % d.model == 0,

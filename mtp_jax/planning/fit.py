@@ -53,6 +53,10 @@ YOUNG = 0.7
 # layer of this engine's own, collectives included, and with sparse attention 43 more (docs/kernels.md).
 OF_ATTENTION, OF_MOE, OF_DENSE, OF_INDEXER, OF_DRAFT, OF_STEP = 11, 9, 5, 43, 24, 40
 
+# Kernels of a layer's hyper-connections, the gates and the gated sum of either half (the streams are added to
+# where a sum is without them), and of a compressor, its product and its entries. Assumed.
+OF_HYPER, OF_COMPRESSOR = 4, 2
+
 # The busiest GPU's rows of experts over the mean, where experts are not rebalanced. Assumed.
 IMBALANCE = 1.3
 

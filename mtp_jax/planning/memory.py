@@ -19,6 +19,7 @@ class Memory:
         of: the whole memory, the weights (with NextN layers if there are drafts) and the programs' part.
         experts: bytes of routed experts among the weights.
         per_token: cache of a token, in all layers.
+        per_slot: cache of a request beside its tokens, in all layers.
         groups: groups of GPUs, each with a cache for requests of its own.
         context: cached tokens of a request.
     """
@@ -26,6 +27,7 @@ class Memory:
     of: Room
     experts: float
     per_token: int
+    per_slot: int
     groups: int
     context: int
 
@@ -36,18 +38,27 @@ class Memory:
 
     @property
     def tokens(self) -> int:
-        """Tokens that all groups together can cache."""
-        return self.of.holds(self.per_token) * self.groups
+        """Tokens that all groups together can cache, without any slot."""
+        return self.beside(0) * self.groups
+
+    def beside(self, slots: int) -> int:
+        """Tokens that one group can cache beside the parts of its slots."""
+        return max(int((self.of.bytes - slots * self.per_slot) // self.per_token), 0)
 
     @property
     def requests(self) -> int:
         """Requests of ``context`` tokens that all groups together can cache."""
-        return self.tokens // self.groups // self.context * self.groups
+        return self.of.holds(self.request) * self.groups
+
+    @property
+    def request(self) -> int:
+        """Bytes of a request's cache."""
+        return self.per_token * self.context + self.per_slot
 
     @property
     def needed(self) -> float:
         """The least memory: weights, overhead and one request's cache."""
-        return self.of.taken + self.overhead + self.per_token * self.context
+        return self.of.taken + self.overhead + self.request
 
 
 def memory(d: Deployment) -> Memory:
@@ -61,6 +72,7 @@ def memory(d: Deployment) -> Memory:
         of=Room(d.gpu.memory, d.memory_fraction, experts + sum(others), OVERHEAD),
         experts=experts,
         per_token=d.cache_bytes,
+        per_slot=d.slot_bytes,
         groups=d.data,
         context=d.context,
     )
@@ -71,7 +83,7 @@ def misfit(d: Deployment) -> str | None:
     m = memory(d)
     if m.needed <= m.of.total:
         return None
-    sizes = (m.needed, m.of.total, m.of.taken, m.overhead, m.per_token * d.context)
+    sizes = (m.needed, m.of.total, m.of.taken, m.overhead, m.request)
     needed, total, weights, overhead, cache = (f"{n / _GIB:.1f}" for n in sizes)
     return (
         f"{d.gpus} x {d.gpu.name.upper()}: needs {needed} GiB per GPU, has {total}: weights {weights}, "

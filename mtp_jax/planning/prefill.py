@@ -4,6 +4,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.fit import LEAN, PREFILL, USUAL
 from mtp_jax.planning.weights import trunk
+from mtp_jax.planning.work import attention
 
 
 def prompt_tokens_per_second(d: Deployment, seen: float | None = None) -> tuple[float, float]:
@@ -27,6 +28,9 @@ def prompt_tokens_per_second(d: Deployment, seen: float | None = None) -> tuple[
 
 def _attention_flops(c: ModelConfig, number: int, seen: float) -> float:
     """Operations of a token that attends to ``seen`` tokens, in one layer, with its indexer."""
+    if c.compressed:
+        of = attention(c, number, 1, int(seen))
+        return of.flops + of.scoring
     value = c.gqa.head_dim if c.gqa else c.v_head_dim
     scoring, index = 0.0, c.indexer
     if index is not None and 2 * seen > index.topk:  # at the end of the prompt

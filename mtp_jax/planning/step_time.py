@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from mtp_jax.model.cache_bytes import key_bytes, row_bytes
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.exchange import Sent, sums_of_group, to_experts
 from mtp_jax.planning.fit import (
     BAND,
     OF_ATTENTION,
+    OF_COMPRESSOR,
     OF_DENSE,
     OF_DRAFT,
+    OF_HYPER,
     OF_INDEXER,
     OF_MOE,
     OF_STEP,
@@ -34,8 +37,8 @@ class Step:
     """One step.
 
     Attributes:
-        seconds: time of each piece: the pieces of COMPUTING, launches, exchange, hidden (negative: the time
-            that two micro-batches save), drafting.
+        seconds: time of each piece: the pieces of COMPUTING, streams (of a model that has several), launches,
+            exchange, hidden (negative: the time that two micro-batches save), drafting.
         launches: kernels of the trunk and head.
         sent: bytes that one GPU sends for the trunk.
     """
@@ -96,7 +99,7 @@ def step(d: Deployment, fit: Fit) -> Step:
     sent, launches = Sent(), 0
     for number, b, alike in _kinds(d.cfg):
         for piece, value in times.block(number, b).items():
-            seconds[piece] += value * parts * alike
+            seconds[piece] = seconds.get(piece, 0.0) + value * parts * alike
         sent += times.exchange(b) * (parts * alike)
         launches += _launches(d, number, b) * alike
     seconds["head"] = times.head() * parts
@@ -121,11 +124,12 @@ def drafting(d: Deployment, fit: Fit) -> float:
         return 0.0
     layers, once = nextn(d.cfg), _Times(d, fit, d.busiest, d.requests, 1)
     specs, total = declared(d.cfg).nextn, entries(d, fit, d.depth + 1)
+    launches = OF_DRAFT + (OF_HYPER if d.cfg.hyper else 0)
     for k in range(d.depth):
         number = k % len(layers)
         b = layers[number]
         total += sum(once.block(d.cfg.num_hidden_layers + number, b).values()) + once.exchange(b).seconds
-        total += once.product(Weights.of(specs[number].merging)) + once.head() + OF_DRAFT * fit.launch
+        total += once.product(Weights.of(specs[number].merging)) + once.head() + launches * fit.launch
     return total
 
 
@@ -135,8 +139,11 @@ def entries(d: Deployment, fit: Fit, rows: int) -> float:
 
 
 def _launches(d: Deployment, number: int, b: Block) -> int:
-    indexer = d.cfg.indexer is not None and d.context > d.cfg.indexer.topk and d.cfg.indexes(number)
-    return OF_ATTENTION + (OF_MOE if b.experts else OF_DENSE) + (OF_INDEXER if indexer else 0)
+    c, found = d.cfg, OF_ATTENTION + (OF_MOE if b.experts else OF_DENSE)
+    found += OF_INDEXER if attention(c, number, 1, d.context).keys else 0
+    if c.compressed and c.compressed.ratio(number):
+        found += OF_COMPRESSOR * (2 if c.indexes(number) else 1)
+    return found + (OF_HYPER if c.hyper else 0)
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,8 @@ class _Times:
 
     def block(self, number: int, b: Block) -> dict[str, float]:
         """A decoder block, by piece."""
-        return {
+        streams = {"streams": self.streams()} if self.d.cfg.hyper else {}
+        return streams | {
             "attention": self.attention(number),
             "projections": self.product(b.whole) + self.product(b.heads, self.d.model),
             "mlp": self.product(b.mlp, self.d.model) + self.product(b.router),
@@ -185,10 +193,15 @@ class _Times:
         """Attention over the cache of one group; heads are divided, cached rows and the indexer are not."""
         d = self.d
         a = attention(d.cfg, number, self.width, d.context)
-        row = d.cfg.row.fp8_bytes if d.cache == "fp8" else d.cfg.row.width * 2
-        key = d.cfg.cache_bytes(number, d.cache) - row
+        row, key = row_bytes(d.cfg, d.cache), key_bytes(d.cfg, number, d.cache)
         nbytes, flops = a.rows * row + a.keys * key, a.flops / d.model + a.scoring
         return self.roofline(self.busiest * nbytes, self.busiest * flops, d.attention, self.fit.attention)
+
+    def streams(self) -> float:
+        """Both halves of a block read all streams twice, to enter and to add to them, and write them once."""
+        h, rows = self.d.cfg.hyper, self.busiest * self.width
+        values = rows * h.streams * self.d.cfg.hidden_size if h else 0.0
+        return 2 * 3 * values * BFLOAT16.bytes / (self.d.gpu.bandwidth * self.fit.memory)
 
     def experts(self, b: Block) -> float:
         """Routed experts of the busiest GPU that some row of any GPU chose."""

@@ -123,6 +123,7 @@ def _memory(m: Memory) -> JsonObject:
         "overhead": m.overhead,
         "cache": m.of.bytes,
         "cache_bytes_per_token": m.per_token,
+        "cache_bytes_per_slot": m.per_slot,
         "cache_tokens": m.tokens,
         "requests": m.requests,
     }
@@ -149,7 +150,7 @@ def make(
     fits = {bool(d.depth): memory(d) for d in kinds if misfit(d) is None}
     if not fits:
         raise ConfigError(f"{misfit(kinds[0])}{_would_do(kinds[0])}")
-    # Memory depends on whether anything is drafted, not on how much.
+    # Memory depends on whether anything is drafted, and hardly on how much.
     others = {bool(d.depth): misfit(d) for d in kinds if bool(d.depth) not in fits}
     notes = [f"{'with' if drafts else 'without'} drafts {why}" for drafts, why in others.items()]
     most = min(m.requests for m in fits.values())

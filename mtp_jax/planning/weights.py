@@ -84,7 +84,7 @@ class Weights:
     Attributes:
         narrow: projections, in the checkpoint's format if it has one.
         half: tables, biases, matrices absorbed by queries and outputs, the merge of NextN: always in 16 bits.
-        single: norms, routers and hyper-connections, always in float32; tables of experts by token.
+        single: norms, routers, compressors and hyper-connections: always in float32.
     """
 
     narrow: int = 0
@@ -132,7 +132,7 @@ class Block:
         if not isinstance(mlp, Moe):
             return cls(whole, heads, Weights.of(mlp))
         experts = mlp.down.shape[0]
-        router = Weights.of((mlp.router, mlp.bias, mlp.by_token))
+        router = Weights.of((mlp.router, mlp.bias))
         return cls(whole, heads, Weights.of(mlp.shared), router, count(mlp.routed) // experts, experts)
 
     @property

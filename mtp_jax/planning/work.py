@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import CompressedConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -10,7 +10,7 @@ class Attention:
     """Attention of one sequence in one layer.
 
     Attributes:
-        rows: cached rows that are read.
+        rows: cached rows that are read, entries of compressed attention among them.
         flops: operations of scores and mixed values, of all heads.
         keys: index keys that are read.
         scoring: operations of the indexer.
@@ -29,6 +29,8 @@ def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> Attentio
     token reads its own rows if these are together fewer than all rows (`model/attention/source.py:
     Paged.of`). Otherwise every row is read once, and every pair of a token and a row is computed.
     """
+    if cfg.compressed:
+        return _compressed(cfg, cfg.compressed, layer, width, cached)
     index, rows, pairs = cfg.indexer, cached, width * cached
     if index is None or cached <= index.topk:
         return Attention(rows, pairs * pair_flops(cfg))
@@ -38,10 +40,22 @@ def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> Attentio
     return Attention(rows, pairs * pair_flops(cfg), keys, 2 * width * keys * index.heads * index.dim)
 
 
+def _compressed(cfg: ModelConfig, c: CompressedConfig, layer: int, width: int, cached: int) -> Attention:
+    """Attention over the window's rows and over entries; a token that chooses reads its own entries."""
+    near, ratio = min(cached, c.window), c.ratio(layer)
+    entries = cached // ratio if ratio else 0
+    pairs = width * (near + min(entries, c.topk if ratio == 4 else entries)) * pair_flops(cfg)
+    rows = min(cached, c.window + width - 1)
+    if ratio == 4 and entries > c.topk:
+        scoring = 2 * width * entries * c.index_heads * c.index_dim
+        return Attention(rows + width * c.topk, pairs, entries, scoring)
+    return Attention(rows + entries, pairs)
+
+
 def pair_flops(cfg: ModelConfig) -> int:
     """Operations of all heads for one token and one row: a score and a mixed value, of MLA absorbed."""
-    if cfg.gqa:
-        return 4 * cfg.num_attention_heads * cfg.gqa.head_dim
+    if own := cfg.gqa or cfg.compressed:
+        return 4 * cfg.num_attention_heads * own.head_dim
     return 2 * cfg.num_attention_heads * (cfg.latent_dim + cfg.kv_lora_rank)
 
 

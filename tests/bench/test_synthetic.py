@@ -28,6 +28,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import param_specs
+from tests.v4 import v4_config
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -52,6 +53,7 @@ CFG = ModelConfig(
     dtype="float32",
 )
 NOISE = 1.6
+V4 = ModelConfig.from_dict(v4_config(vocab_size=320, num_hidden_layers=3, compress_ratios=[4, 128, 0, 0]))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,24 @@ def test_presets_have_200_million_parameters_and_24_layers(name):
     assert 180e6 < size < 220e6
     assert cfg.num_hidden_layers == 24
     assert sum(cfg.is_moe(i) for i in range(24)) == (22 if name == "moe" else 0)
+
+
+def test_the_preset_of_v4_has_layers_of_every_kind_and_is_written_and_read(tmp_path):
+    found = preset("v4").config
+    size = sum(int(np.prod(s.shape)) for s in jax.tree.leaves(param_specs(found)))
+    assert 110e6 < size < 130e6
+    assert found.compressed is not None
+    assert {*found.compressed.ratios} == {0, 4, 128}
+    assert 0 < found.num_hash_layers < found.num_hidden_layers
+    assert ModelConfig.from_dict(found.to_dict()) == found
+    (tmp_path / "in.json").write_text(json.dumps(V4.to_dict()))
+    given = ["--config", str(tmp_path / "in.json"), "--noise", str(NOISE), "--out", str(tmp_path / "model")]
+    assert main(given) == 0
+    loaded, rigged = load(tmp_path / "model"), rigged_params(V4, NOISE)
+    assert loaded.config == V4
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, rigged)
+    table = np.asarray(rigged.layers[0].mlp.by_token)
+    assert all(len({*row}) == V4.num_experts_per_tok for row in table.tolist())
 
 
 def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):

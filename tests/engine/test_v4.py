@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.api.propose import propose
+from mtp_jax.bench.synthetic import chain, rigged_params, with_noise
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -38,9 +40,9 @@ def cfg(request: pytest.FixtureRequest) -> ModelConfig:
     return CFGS[request.param]
 
 
-def engine_of(cfg: ModelConfig, **config: Any) -> Engine:
+def engine_of(cfg: ModelConfig, params: Params | None = None, **config: Any) -> Engine:
     sizes = {"page_size": PAGE, "max_model_len": 400, "max_num_seqs": 2, "prefill_chunk": 64}
-    return make_engine(cfg=cfg, **{**sizes, "num_speculative_tokens": 3, **config})
+    return make_engine(params, cfg, **{**sizes, "num_speculative_tokens": 3, **config})
 
 
 @cache
@@ -79,6 +81,20 @@ def test_drafts_and_cached_pages_change_no_text(cfg: ModelConfig):
         hit = serve(engine, longer, compiled=True)
         assert [r.progress.cached_tokens for r in (*cold, *hit)] == [0, cached]
         assert told(hit) == told(cold)
+
+
+def test_the_synthetic_model_speaks_its_chain_and_drafts_it():
+    """All drafts come true without noise, and with noise some, of the same text."""
+    params, following = rigged_params(CFG, 0.0), chain(CFG)
+    engine, lengths = engine_of(CFG, params), []
+    for noise in (0.0, 2.0):
+        engine.flush_prefix_cache()
+        local_runner(engine).take(with_noise(params, noise))
+        requests = serve(engine, jobs(254, 119), exactly=not lengths, compiled=bool(lengths))
+        for r in requests:
+            assert r.progress.output == following[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
+        lengths.append(kept(requests) / sum(len(accepted(r)) for r in requests) + 1)
+    assert lengths[0] > 3.5 > lengths[1] > 1.2
 
 
 @pytest.mark.slow

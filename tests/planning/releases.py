@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.v4 import QUANTISATION, v4_config
-
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _INT4 = {
@@ -44,6 +42,58 @@ _V3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "v_head_dim": 128,
     "vocab_size": 129280,
+}
+
+_V4_PRO: dict[str, Any] = {
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "compress_rope_theta": 160000,
+    "eos_token_id": 1,
+    "expert_dtype": "fp4",
+    "hc_eps": 1e-06,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "head_dim": 512,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 1024,
+    "max_position_embeddings": 1048576,
+    "model_type": "deepseek_v4",
+    "moe_intermediate_size": 3072,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 6,
+    "num_hash_layers": 3,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 1,
+    "num_nextn_predict_layers": 1,
+    "o_groups": 16,
+    "o_lora_rank": 1024,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sqrtsoftplus",
+    "sliding_window": 128,
+    "swiglu_limit": 10.0,
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 129280,
+    "compress_ratios": [128, 128, *(4, 128) * 29, 4, 0],
+    "quantization_config": _FP8 | {"scale_fmt": "ue8m0"},
 }
 
 RELEASES: dict[str, dict[str, Any]] = {
@@ -110,21 +160,20 @@ RELEASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "vocab_size": 163840,
     },
-    "DeepSeek-V4-Pro": v4_config(
-        **{
-            "hidden_size": 7168,
-            "head_dim": 512,
-            "index_head_dim": 128,
-            "index_n_heads": 64,
-            "index_topk": 1024,
-        },
-        **{"moe_intermediate_size": 3072, "n_routed_experts": 384, "num_attention_heads": 128},
-        **{"num_experts_per_tok": 6, "num_hidden_layers": 61, "num_hash_layers": 3, "o_groups": 16},
-        **{"o_lora_rank": 1024, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "sliding_window": 128},
-        **{"vocab_size": 129280, "compress_ratios": [128, *(128, 4) * 30, 0], "torch_dtype": "bfloat16"},
-        **{"max_position_embeddings": 1048576, "routed_scaling_factor": 2.5},
-        **{"quantization_config": QUANTISATION, "expert_dtype": "fp4"},
-    ),
+    "DeepSeek-V4-Pro": _V4_PRO,
+    "DeepSeek-V4-Flash": _V4_PRO
+    | {
+        "compress_ratios": [0, 0, *(4, 128) * 20, 4, 0],
+        "hidden_size": 4096,
+        "index_topk": 512,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 43,
+        "o_groups": 8,
+        "q_lora_rank": 1024,
+        "routed_scaling_factor": 1.5,
+    },
 }
 
 

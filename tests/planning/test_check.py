@@ -7,10 +7,10 @@ import pytest
 from mtp_jax.planning import published
 from mtp_jax.planning.check import compare, median_error, orderings, text
 from mtp_jax.planning.prefill import prompt_tokens_per_second
-from mtp_jax.planning.published import FITTED, HELD_OUT
+from mtp_jax.planning.published import FITTED, HELD_OUT, V4
 from mtp_jax.planning.step_time import band
 
-FOUND = {p.name: compare(p) for p in (*FITTED, *HELD_OUT)}
+FOUND = {p.name: compare(p) for p in (*FITTED, *HELD_OUT, *V4)}
 
 
 def test_fitted_points_are_met():
@@ -31,6 +31,14 @@ def test_held_out_points_are_within_a_factor():
     """They were never fitted: what they are worth is said, not bounded closely."""
     assert median_error([FOUND[p.name] for p in HELD_OUT]) <= 0.35
     assert all(-0.4 < FOUND[p.name].error < 0.6 for p in HELD_OUT)
+
+
+def test_points_of_v4_are_met_but_for_known_reasons():
+    """Never fitted. One request: fewer kernels than are counted. Many with drafts: their loss is not seen."""
+    assert median_error([FOUND[p.name] for p in V4]) <= 0.25
+    outside = {p.name: FOUND[p.name].error for p in V4 if not FOUND[p.name].inside}
+    assert {n for n, e in outside.items() if e > 0.2} == {"Pro, 8 H200, 84 requests, depth 2"}
+    assert {n for n, e in outside.items() if e < -0.2} == {n for n in FOUND if " 1 request, " in n}
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -60,7 +68,7 @@ def test_prompts_are_read_as_fast_as_published():
 
 def test_the_text_has_every_point_and_says_how_good_it_is():
     shown = text()
-    assert all(p.name in shown for p in (*FITTED, *HELD_OUT))
-    assert shown.count("median error") == 2
+    assert all(p.name in shown for p in (*FITTED, *HELD_OUT, *V4))
+    assert shown.count("median error") == 3
     assert "NO " not in shown
-    assert {p.source for p in (*FITTED, *HELD_OUT)} == set(published.SOURCES)
+    assert {p.source for p in (*FITTED, *HELD_OUT, *V4)} == set(published.SOURCES)

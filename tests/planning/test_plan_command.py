@@ -12,9 +12,10 @@ import pytest
 
 from mtp_jax.commands import cli
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.planning.published import DEEPSEEK_V3
+from mtp_jax.planning.published import KNOWN
 from tests import golden
 from tests.planning.releases import RELEASES, write
+from tests.v4 import DSPARK
 
 DOCS = (Path(__file__).parent.parent.parent / "docs" / "planning.md").read_text(encoding="utf-8")
 (LOAD,) = re.findall(r"^```jsonl\n(.*?)```$", DOCS, re.MULTILINE | re.DOTALL)
@@ -50,12 +51,12 @@ def test_the_documentation_shows_what_is_printed(plan, command, shown):
 
 
 def test_the_documentation_has_examples_of_each_kind():
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
     assert ["--check" in c for c, _ in EXAMPLES].count(True) == 1
     assert [s.startswith("error: 8 x H100: needs ") for _, s in EXAMPLES].count(True) == 1
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Thinking", "GLM-4.5"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Thinking", "GLM-4.5", "DeepSeek-V4-Flash"])
 @pytest.mark.parametrize("fraction", ["0.94", "0.85"])
 def test_info_has_the_same_sum(tmp_path, plan, capsys, name, fraction):
     """FP8, int4 and bfloat16, split over eight GPUs, with a cache that is whole on each."""
@@ -160,6 +161,31 @@ def test_a_model_without_nextn_layers_is_planned_without_drafts(plan):
     assert found["weights"] == "bfloat16, experts in int4"
 
 
+def test_the_trunk_of_a_model_with_dspark_stages_is_planned(plan, models):
+    (models / "dspark.json").write_text(json.dumps(RELEASES["DeepSeek-V4-Flash"] | DSPARK))
+    alike = "--depths", "0", "--gpus", "4", "--requests", "1,16", "--json"
+    found, trunk = (json.loads(plan(name, *alike)) for name in ("dspark.json", "deepseek-v4-flash"))
+    assert found["rows"] == trunk["rows"]
+    assert found["weights"] == "fp8, experts in fp4"
+
+
+def test_large_pages_of_v4_take_less_memory(plan):
+    """12 kB per token at 128k of context, MTP and the slot included; 55 kB with the least pages."""
+    argv = "deepseek-v4-flash", "--gpus", "4", "--context", "131072", "--depths", "3", "--json"
+    (small,), (large,) = (json.loads(plan(*argv, *more))["memory"] for more in ((), ("--page-size", "2048")))
+    assert (small["cache_bytes_per_token"], large["cache_bytes_per_token"]) == (55_296, 10_866)
+    assert large["cache_bytes_per_token"] + large["cache_bytes_per_slot"] / 131072 < 12_000
+    assert large["requests"] > 4 * small["requests"]
+
+
+def test_a_load_for_v4(plan):
+    """Pages are of 128 tokens by default, and slots take memory of their own."""
+    argv = "DeepSeek-V4-Flash", "--gpus", "4", "--mesh", "1x4", "--load", "load.jsonl", "--json"
+    on, off = json.loads(plan(*argv, "--software", "lean"))["runs"]
+    assert on["requests_served"] == off["requests_served"] == 6
+    assert on["tokens_per_second"] > 1.3 * off["tokens_per_second"]
+
+
 def test_what_the_engine_does_may_be_asked_for(plan):
     argv = ("DeepSeek-V3", "--gpus", "64", "--requests", "8192", "--depths", "0", "--json")
     auto = json.loads(plan(*argv))
@@ -190,7 +216,10 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("list.json", "list.json holds a JSON list; expected an object"),
         ("llama.json", "model_type 'llama' is not supported"),
         ("", "name a model's directory or its config.json, or deepseek-v3 or"),
-        ("--check --load load.jsonl", "--check compares DeepSeek-V3 with published speeds; leave out --load"),
+        (
+            "--check --load load.jsonl",
+            "--check compares DeepSeek-V3 and V4 with published speeds; leave out --load",
+        ),
         ("DeepSeek-V3 --max-num-seqs 8", "--max-num-seqs has no effect without --load FILE; give both or"),
         ("DeepSeek-V3 --seed 1", "--seed has no effect without --load FILE"),
         ("DeepSeek-V3 --fixed-depth", "--fixed-depth has no effect without --load FILE"),
@@ -213,7 +242,17 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("DeepSeek-V3 --load load.jsonl --gpu h100", "with drafts 8 x H100: needs "),
         ("Kimi-K2-Thinking --load load.jsonl --num-speculative-tokens 1", "num_speculative_tokens = 1, but "),
         ("DeepSeek-V3 --accept-rates glm", "'glm' is not a list of numbers from 0 to 1"),
-        ("--check DeepSeek-V3", "--check compares DeepSeek-V3 with published speeds; leave out DeepSeek-V3"),
+        ("--check DeepSeek-V3", "--check compares DeepSeek-V3 and V4 with published speeds; leave out Deep"),
+        (
+            "dspark.json",
+            "dspark.json declares DSpark stages, whose drafts are not estimated; plan the trunk, ",
+        ),
+        ("dspark.json --depths 1", "with --depths 0"),
+        ("dspark.json --load load.jsonl", "with --num-speculative-tokens 0"),
+        ("DeepSeek-V4-Pro --load load.jsonl --page-size 64", "--page-size 64; expected a multiple of 128"),
+        ("DeepSeek-V4-Pro --page-size 64", "--page-size 64; expected a multiple of 128, such as 128"),
+        ("DeepSeek-V3 --page-size 0", "--page-size 0; expected a multiple of 1, such as 64"),
+        ("DeepSeek-V4-Flash --gpus 16 --mesh 1x16 --gpu gb200", "o_groups = 8 does not divide over the 16"),
     ],
 )
 def test_errors_are_one_line(plan, models, argv, error):
@@ -221,6 +260,7 @@ def test_errors_are_one_line(plan, models, argv, error):
     (models / "empty.jsonl").write_text("\n")
     (models / "bad.jsonl").write_text(f'{LOAD}{{"arrival": -1, "prompt_tokens": 1, "output_tokens": 1}}')
     (models / "llama.json").write_text('{"model_type": "llama"}')
+    (models / "dspark.json").write_text(json.dumps(RELEASES["DeepSeek-V4-Pro"] | DSPARK))
     told = plan(*argv.split())
     assert told.startswith("error: ")
     assert error in told
@@ -315,8 +355,8 @@ def test_it_starts_without_jax(models, more):
 
 
 def test_the_published_model_is_the_release():
-    release = ModelConfig.from_dict(RELEASES["DeepSeek-V3"])
-    assert release == DEEPSEEK_V3
+    for name in ("DeepSeek-V3", "DeepSeek-V4-Flash", "DeepSeek-V4-Pro"):
+        assert ModelConfig.from_dict(RELEASES[name]) == KNOWN[name.lower()]
 
 
 def test_a_known_model_needs_no_file(plan):
@@ -325,4 +365,5 @@ def test_a_known_model_needs_no_file(plan):
     assert known.pop("model") == "deepseek-r1"
     read.pop("model")
     assert known == read
-    assert "or deepseek-v3 or deepseek-r1, whose is known" in plan()
+    known = "or deepseek-v3 or deepseek-r1 or deepseek-v4-flash or deepseek-v4-pro, whose is known"
+    assert known in plan()

@@ -41,6 +41,35 @@ def test_grouped_heads_share_rows():
     assert attention(cfg, 0, 2, 100).flops == 2 * 100 * 96 * 4 * 128
 
 
+def test_compressed_attention_reads_a_window_and_entries():
+    """DeepSeek-V4-Flash, one token behind 128k, bfloat16: 0.21 GB, where all rows would be 5.8 GB."""
+    cfg, context = deployment("DeepSeek-V4-Flash").cfg, 131072
+    found = [attention(cfg, i, 1, context) for i in range(cfg.num_hidden_layers)]
+    assert [a.rows for a in found[:4]] == [128, 128, 128 + 512, 128 + 1024]
+    assert sum(a.keys for a in found) * 128 * 2 == 21 * 32768 * 128 * 2 == 176_160_768
+    assert sum(a.rows for a in found) * 512 * 2 == (43 * 128 + 21 * 512 + 20 * 1024) * 1024
+    assert sum(2 * 128 * a.keys + 1024 * a.rows for a in found) == pytest.approx(0.21e9, rel=0.03)
+    four = attention(cfg, 2, 4, context)
+    assert four.rows == 131 + 4 * 512
+    assert four.flops == 4 * (128 + 512) * 4 * 64 * 512
+    assert four.scoring == 4 * 2 * 32768 * 64 * 128
+    few = attention(cfg, 2, 4, 2048)  # no more entries than a token may choose
+    assert (few.rows, few.keys) == (131 + 512, 0)
+    assert attention(cfg, 43, 1, context).rows == 128  # of the MTP layer
+    assert attention(cfg, 2, 1, 100).rows == 100 + 25
+
+
+def test_hyper_connections_take_bytes_and_kernels():
+    d = deployment("DeepSeek-V4-Pro", requests=256)
+    found = step(d, LEAN)
+    assert "streams" not in step(deployment(), LEAN).seconds
+    # Products of 61 layers, with experts, a step's own; entries of 31 and of 30 layers, no index at 4,096.
+    assert found.launches == 61 * (11 + 9 + 4) + 40 + (31 + 30 * 2) * 2
+    assert step(replace(d, context=4100), LEAN).launches == found.launches + 30 * 43
+    each = 32 * 4 * 7168 * 2  # bytes of the streams of a group
+    assert found.seconds["streams"] == pytest.approx(61 * 2 * 3 * each / (4.8e12 * LEAN.memory))
+
+
 def test_few_rows_visit_few_experts():
     assert expected_experts(DEEPSEEK_V3, 1) == pytest.approx(8)
     assert 250 < expected_experts(DEEPSEEK_V3, 128) < 256

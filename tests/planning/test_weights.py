@@ -4,12 +4,13 @@ import pytest
 
 from mtp_jax.checkpoint import summarise
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.layer_specs import Moe
 from mtp_jax.model.spec import count
 from mtp_jax.model.specs import param_specs, parameter_counts
 from mtp_jax.planning.deployment import Deployment
 from mtp_jax.planning.hardware import GPUS
 from mtp_jax.planning.memory import memory
-from mtp_jax.planning.published import DEEPSEEK_V3
+from mtp_jax.planning.published import DEEPSEEK_V3, KNOWN
 from mtp_jax.planning.weights import Block, Storage
 from tests import golden
 from tests.planning.releases import RELEASES, write
@@ -23,7 +24,8 @@ def test_blocks_have_every_parameter_of_their_layer(variant):
     for layer in (*specs.layers, *(p.layer for p in specs.nextn)):
         block = Block.of(layer)
         parts = sum(w.narrow + w.half + w.single for w in block.parts)
-        assert parts + block.expert * block.experts == count(layer)
+        table = count(layer.mlp.by_token) if isinstance(layer.mlp, Moe) else 0
+        assert parts + block.expert * block.experts + table == count(layer)
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -58,7 +60,7 @@ def test_deepseek_v3_is_as_large_as_published():
     )
 
 
-@pytest.mark.parametrize("name", [name for name in RELEASES if name != "DeepSeek-V4-Pro"])
+@pytest.mark.parametrize("name", [name for name in RELEASES if "V4" not in name])
 def test_cached_tokens_take_the_bytes_of_their_rows(name):
     cfg = ModelConfig.from_dict(RELEASES[name])
     indexed = [i for i in range(cfg.num_hidden_layers) if cfg.indexes(i)]
@@ -68,3 +70,15 @@ def test_cached_tokens_take_the_bytes_of_their_rows(name):
     expected = {"DeepSeek-V3": 61 * 656, "DeepSeek-V3.2": 61 * (656 + 132), "GLM-4.5": 92 * (2048 + 64)}
     assert d.cache_bytes == expected.get(name, d.cache_bytes)
     assert len(indexed) == {"DeepSeek-V3.2": 61, "GLM-5.2": 21}.get(name, 0)
+
+
+def test_a_slot_of_v4_takes_memory_beside_its_tokens():
+    """Rows of 127 tokens and a window's drafts; inputs, in float32, of 7 at ratio 4 and of 127 at 128."""
+    cfg, depth = KNOWN["deepseek-v4-flash"], 3
+    d = Deployment(cfg, Storage.of(cfg), GPUS["h200"], data=4, depth=depth, context=1000)
+    found = memory(d)
+    inputs = 21 * (7 + depth) * 4 * (512 + 128) + 20 * (127 + depth) * 2 * 512
+    assert found.per_slot == 43 * (127 + depth) * 512 * 2 + 4 * inputs
+    assert found.requests == found.of.bytes // (1000 * found.per_token + found.per_slot) * 4
+    taken = 10 * found.per_slot
+    assert found.beside(10) == (found.of.bytes - taken) // found.per_token < found.tokens / 4
