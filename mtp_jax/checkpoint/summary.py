@@ -253,7 +253,8 @@ def _summary(
 
     def of_head(dtype: str) -> float:
         sizes = (head := head_of(cfg)) and head.sizes
-        return sum(token_bytes(sizes, i, dtype, page) for i in range(sizes.num_hidden_layers)) if sizes else 0
+        last = sizes.num_hidden_layers if sizes else 0  # a head's layers cache as NextN layers do
+        return last * token_bytes(sizes, last, dtype, page) if sizes else 0
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
