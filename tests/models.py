@@ -31,7 +31,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import check_config
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import OF_MLA, GqaConfig, ModelConfig
-from mtp_jax.model.params import Layer, Medusa, Mlp, Moe, Params, Spec, param_specs
+from mtp_jax.model.params import BlockHead, Layer, Medusa, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import data_size, param_sharding
 from mtp_jax.text.grammar import Grammars
 
@@ -111,6 +111,10 @@ def rigged(
     layers, drafter = tuple(quiet(layer) for layer in raw.layers), raw.drafter
     if isinstance(drafter, Medusa):
         drafter = Medusa(drafter.blocks, (head,) * len(drafter.tables))
+    if isinstance(drafter, BlockHead) and drafter.hyper_head and (markov := drafter.markov):
+        following = np.zeros_like(markov.following)  # the token before outweighs the rows of masks
+        following[follower] = 12 * contrast * markov.previous
+        drafter = replace(drafter, markov=replace(markov, following=following))
     params = replace(raw, layers=layers, head=head, nextn=tuple(merges), drafter=drafter)
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32), params)
 

@@ -5,14 +5,20 @@ Random weights accept no drafts: ``tests.models.rigged`` has weights that do.
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.checkpoint.formats import spec_names
+from mtp_jax.checkpoint.head import stages_config
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params, param_specs
+from mtp_jax.model.spec import leaves
 from tests.checkpoint.files import Raw, write_raw
 
 Arrays = dict[str, np.ndarray]
@@ -255,6 +261,22 @@ def loaded(config: dict[str, Any], tensors: Arrays, **options: Any) -> Loaded:
         return load(Path(folder), dtype="float32", **options)
 
 
+def by_name(cfg: ModelConfig, params: Params) -> Arrays:
+    """Parameters in the shapes of their tensors."""
+    found: Arrays = {}
+    for spec, array in zip(leaves(param_specs(cfg)), jax.tree.leaves(params), strict=True):
+        for at, name in np.ndenumerate(spec_names(spec)):
+            found[str(name)] = np.asarray(array)[at].reshape(spec.tensor_shape)
+    return found
+
+
 def model(**changes: Any) -> ModelConfig:
     """The configuration of such a model with its MTP layer."""
     return ModelConfig.from_dict(v4_config(**changes)).with_nextn((True,))
+
+
+def staged(**changes: Any) -> ModelConfig:
+    """The configuration of such a model with DSpark stages in the place of its MTP layer."""
+    raw = v4_config(**DSPARK | changes)
+    trunk = ModelConfig.from_dict(raw).with_nextn(())
+    return replace(trunk, drafter=stages_config(raw, trunk, raw["n_mtp_layers"]))

@@ -15,9 +15,10 @@ from pathlib import Path
 from mtp_jax.checkpoint import mtp
 from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
 from mtp_jax.checkpoint.formats import by_tensors
-from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head
+from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head, stages_config
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.head_config import Captures, Head
 from mtp_jax.model.hf_config import read_json
@@ -45,7 +46,7 @@ class Draft:
         tensors: their tensors under the names of the release, of a head under the names of ``specs``.
         config: the configuration in this folder's config.json, which says how these weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
-        head: the head; None of NextN layers.
+        head: the head, or the stages; None of NextN layers.
     """
 
     folder: Path
@@ -54,6 +55,16 @@ class Draft:
     config: ModelConfig
     unknown: dict[str, Tensor] = field(default_factory=dict)
     head: Head | None = None
+
+    def described(self, raw: JsonObject, cfg: ModelConfig) -> "Draft":
+        """The draft with its stages, if it has any, as config.json describes them. Raises ConfigError."""
+        if self.layout != mtp.STAGES:
+            return self
+        count = len({mtp.layer_of(name) for name in self.tensors})
+        try:
+            return replace(self, head=stages_config(raw, cfg, count))
+        except ConfigError as e:
+            raise ConfigError(f"{self.folder} has {count} DSpark stages: {e}") from e
 
 
 def layer_of(name: str) -> int | None:
@@ -138,10 +149,12 @@ def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = N
     first, layers = cfg.num_hidden_layers, nextn_layers(folder.tensors)
     if cfg.compressed:
         draft = replace(in_place(folder, cfg), config=own)
-        if draft.layout == mtp.STAGES or not draft.tensors:
-            got = mtp.STAGES if draft.tensors else "no tensor of mtp.*"
-            raise CheckpointError(f"{folder.path} has {got}; expected MTP layers, mtp.0.enorm.weight")
-        return draft
+        if not draft.tensors:
+            raise CheckpointError(
+                f"{folder.path} has no tensor of mtp.*; expected MTP layers, mtp.0.enorm.weight, or DSpark "
+                "stages, mtp.0.main_proj.weight"
+            )
+        return draft.described(raw, cfg)
     if layers[:1] == [first]:
         return replace(in_place(folder, cfg), config=own)
     if layers == [-1]:

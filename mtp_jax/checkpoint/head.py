@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config import OF_MLA, ModelConfig
-from mtp_jax.model.head_config import BlockConfig, Captures, Eagle3Config, Head
+from mtp_jax.model.head_config import BlockConfig, Captures, Eagle3Config, Head, StagesConfig
 from mtp_jax.model.head_specs import DRAFT_HEAD
 
 # Marks of the names of architectures and types, in lower case: of heads that are read, and of others.
@@ -32,6 +33,8 @@ _OF_BOTH = (
     "rope_parameters", "rope_interleave", "max_position_embeddings", "torch_dtype", "dtype", "hidden_act",
     "quantization_config", "q_lora_rank", "num_hidden_layers", *OF_MLA,
 )  # fmt: skip
+# Fields of a trunk that say nothing of its stages, at their defaults.
+_OF_FILES = {"eos_token_ids": (), "dtype": "bfloat16", "fp8": False, "fp4": False}
 # Factors that some block drafters have, and the values at which they change nothing.
 _NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": None}
 
@@ -137,12 +140,7 @@ def _block_head(said: JsonObject, layers: ModelConfig, trunk: int, captures: Cap
     if kind != "vanilla":
         raise ConfigError(f"markov_head_type = {kind!r:.80} is not supported; expected 'vanilla'")
 
-    def whole(name: str, least: int = 1, most: int = 2**31 - 1) -> int:
-        value = said.get(name)
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from {least} to {most}")
-        return value
-
+    whole = partial(_whole, said)
     # A DSpark head drafts from its anchor unless it says otherwise, a DFlash head does not.
     anchored = _flag(said, "sample_from_anchor", any("dspark" in kind for kind in _kinds(said)))
     convolution = selector = None
@@ -167,6 +165,38 @@ def _block_head(said: JsonObject, layers: ModelConfig, trunk: int, captures: Cap
         confidence=_flag(said, "enable_confidence_head"),
         markov_confidence=_flag(said, "confidence_head_with_markov"),
     )
+
+
+def stages_config(raw: JsonObject, cfg: ModelConfig, count: int) -> StagesConfig:
+    """``count`` DSpark stages of a DeepSeek-V4, as the model's config.json describes them.
+
+    Raises ConfigError.
+    """
+    assert cfg.compressed is not None, "DeepSeek-V4 has compressed attention"
+    layers = replace(
+        cfg.without_drafts(),
+        num_hidden_layers=count,
+        num_hash_layers=0,
+        compressed=replace(cfg.compressed, ratios=(0,) * count),
+        **_OF_FILES,
+    )
+    return StagesConfig(
+        layers=layers,
+        taps=_taps(raw, "dspark_target_layer_ids", cfg.num_hidden_layers, "outputs"),
+        block=_whole(raw, "dspark_block_size"),
+        mask=_whole(raw, "dspark_noise_token_id", 0, cfg.vocab_size - 1),
+        anchored=True,
+        markov=_whole(raw, "dspark_markov_rank"),
+        confidence=True,
+        markov_confidence=True,
+    )
+
+
+def _whole(said: JsonObject, name: str, least: int = 1, most: int = 2**31 - 1) -> int:
+    value = said.get(name)
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{name} = {value!r:.80}; expected a whole number from {least} to {most}")
+    return value
 
 
 def _taps(said: JsonObject, key: str, layers: int, captures: Captures) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from mtp_jax.checkpoint.formats import (
     spec_names,
     tensors_of,
 )
-from mtp_jax.checkpoint.mtp import STAGES
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -36,14 +35,13 @@ class LoadPlan:
     """A checkpoint whose tensors match its config.
 
     Attributes:
-        config: the model, with the NextN layers that will be loaded.
+        config: the model, with the NextN layers or the head that will be loaded.
         tensors: tensors that will be read, scales included, by name in the release.
         duplicates: tensor that may be a copy of another: name -> name of the trunk's.
         architecture: model_type of config.json.
         layout: layout of the NextN layers or of the head, None without any.
         files: the safetensors files that are read.
         unread: tensors of other parts of a multimodal model, which are not read.
-        stages: number of DSpark stages that are left out.
     """
 
     config: ModelConfig
@@ -53,7 +51,6 @@ class LoadPlan:
     layout: str | None
     files: tuple[Path, ...]
     unread: dict[str, Tensor] = field(default_factory=dict)
-    stages: int = 0
 
     def specs(self, own: frozenset[str] = frozenset()) -> Params:
         """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
@@ -85,7 +82,8 @@ def make_plan(
     Args:
         model_dir: folder in Hugging Face layout.
         draft_model: folder with the NextN layers or a draft head; None: the layers in ``model_dir``.
-        num_nextn_layers: how many NextN layers to load; None: all, or none beside a head.
+        num_nextn_layers: how many NextN layers to load; None: all, or none beside a head. 0: no DSpark
+            stages in ``model_dir``, either.
         draft_captures: meaning of a head's list of taps, see ``head_config``.
     Raises:
         ConfigError: an unsupported model or head, or NextN layers asked for beside a head.
@@ -97,34 +95,31 @@ def make_plan(
     own = in_place(folder, cfg)
     if draft_captures is not None and draft_model is None:
         raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
-    draft = own if draft_model is None else open_draft(draft_model, cfg, draft_captures)
+    if draft_model is not None:
+        draft = open_draft(draft_model, cfg, draft_captures)
+    else:
+        draft = own if num_nextn_layers == 0 else own.described(raw, cfg)
     if draft.head is not None:
         if num_nextn_layers:
             raise ConfigError(
-                f"num_nextn_layers = {num_nextn_layers} beside the head of {draft.folder}; leave one of "
-                "them out"
+                f"num_nextn_layers = {num_nextn_layers} beside the {draft.head.name} head of {draft.folder}; "
+                "leave one of them out, or give 0"
             )
         cfg = replace(cfg.with_nextn(()), drafter=draft.head)
-        return match(cfg, folder, draft, architecture=str(raw.get("model_type", "deepseek_v3")))
+        return match(cfg, folder, draft, str(raw.get("model_type", "deepseek_v3")))
     declared = raw.get("num_nextn_predict_layers") if draft_model is None else None
     wanted = _count_nextn(cfg, draft, declared, num_nextn_layers)
     cfg = cfg.with_nextn(tuple(_is_moe(cfg, k, draft.tensors) for k in range(wanted)))
-    stages = _count(cfg, draft) if draft.layout == STAGES else 0
-    unread = unread_layers(cfg, draft, 0 if stages else num_nextn_layers)
-    plan = match(cfg, folder, draft, unread, str(raw.get("model_type", "deepseek_v3")))
-    return replace(plan, stages=stages)
+    return match(cfg, folder, draft, str(raw.get("model_type", "deepseek_v3")))
 
 
-def match(
-    cfg: ModelConfig, folder: Folder, draft: Draft, unread: Collection[str] = (), architecture: str = ""
-) -> LoadPlan:
-    """Match tensors with a config that counts the NextN layers to load.
+def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = "") -> LoadPlan:
+    """Match tensors with a config that counts the NextN layers to load; further layers need not be read.
 
     Args:
         cfg: the model.
         folder: the trunk's tensors; NextN layers among them are the layers of ``draft``, or are passed over.
-        draft: the NextN layers.
-        unread: names of NextN tensors that are present and need not be read.
+        draft: the NextN layers, or a head.
         architecture: model_type of config.json.
     Raises:
         CheckpointError: one error with everything that does not match.
@@ -132,6 +127,7 @@ def match(
     own = draft.tensors if draft.folder == folder.path else in_place(folder, cfg).tensors
     found = {n: t for n, t in folder.tensors.items() if n not in own} | draft.tensors
     wanted = cfg.num_nextn_predict_layers
+    unread = () if cfg.drafter else {n for n in draft.tensors if (nextn_of(cfg, n) or 0) >= wanted}
     copies = [name for k in range(wanted) for name in nextn_copies(cfg, k)]
     if cfg.tie_word_embeddings:
         copies.append(trunk_names(cfg).head)
@@ -155,14 +151,8 @@ def match(
     return LoadPlan(cfg, tensors, duplicates, architecture, layout, tuple(files), folder.unread)
 
 
-def _count(cfg: ModelConfig, draft: Draft) -> int:
-    """Number of draft layers."""
-    return len({nextn_of(cfg, n) for n in draft.tensors})
-
-
 def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: int | None) -> int:
-    stages = draft.layout == STAGES
-    present, declared = (0, None) if stages else (_count(cfg, draft), declared)
+    present = len({nextn_of(cfg, n) for n in draft.tensors})
     if wanted is not None and not 0 <= wanted <= present:
         raise CheckpointError(
             f"num_nextn_layers = {wanted}, but {draft.folder} has {present}; expected 0 to {present}"
@@ -188,13 +178,6 @@ def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: i
 def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
     dense = f"{nextn_name(cfg, k)}.mlp.gate_proj.weight"
     return cfg.n_routed_experts > 0 and not any(name in tensors for name in tensors_of(dense))
-
-
-def unread_layers(cfg: ModelConfig, draft: Draft, wanted: int | None) -> set[str]:
-    """NextN tensors that the caller chose not to load."""
-    if wanted is None:
-        return set()
-    return {n for n in draft.tensors if (nextn_of(cfg, n) or 0) >= wanted}
 
 
 class _Accounting:

@@ -63,11 +63,6 @@ def load_folder(
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
     plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
-    if plan.stages and num_nextn_layers is None:
-        raise ConfigError(
-            f"{model_dir} drafts with {plan.stages} DSpark stages, mtp.0 to mtp.{plan.stages - 1}, which are "
-            "not supported; do without: num_speculative_tokens=0 to run it, num_nextn_layers=0 to convert it"
-        )
     check_divisible(plan.config, mesh)
     own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
     place = partial(_place, mesh=mesh)

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
@@ -67,7 +67,6 @@ class Summary:
             projections, embedding and head stay in memory as they are stored.
         cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows.
         unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
-        stages: number of DSpark stages among DeepSeek-V4's tensors, which are not read.
     """
 
     architecture: str
@@ -83,7 +82,6 @@ class Summary:
     weight_bytes_on_cpu: int
     cache_bytes_per_token: dict[str, int]
     unread: dict[str, Stored]
-    stages: int = 0
 
     @property
     def stored_bytes(self) -> int:
@@ -119,8 +117,6 @@ class Summary:
         }
         if c.compressed:
             rows["cache per token"] += f", in pages of {c.usual_page} tokens"
-        if self.stages:
-            rows["NextN layers"] = f"none; {self.stages} DSpark stages, which are not supported, are not read"
         if self.unread:
             parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
             rows["not read"] = ", ".join(parts)
@@ -130,7 +126,7 @@ class Summary:
 def _head(head: Head) -> str:
     if head.sizes is None:
         return f"{head.most_drafts} {head.name} heads, which read the final hidden state"
-    kind = "GQA" if head.sizes.gqa else "MLA"
+    kind = "GQA" if head.sizes.gqa else f"{head.sizes.num_hidden_layers} stages" if head.inside else "MLA"
     taps = ", ".join(map(str, head.taps))
     return f"{head.name}, {kind}, {head.sizes.vocab_size:,} tokens; reads the stream after layers {taps}"
 
@@ -184,10 +180,9 @@ def summarise(
 
     formats = names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs)))
     files, unread = len(plan.files), _by_part(plan.unread)
-    found = _summary(
+    return _summary(
         plan.architecture, plan.config, specs, layout, files, stored, devices, formats, kept, unread
     )
-    return replace(found, stages=plan.stages)
 
 
 def _weights(specs: Params) -> Iterator[str]:
@@ -258,7 +253,8 @@ def _summary(
 
     def of_head(dtype: str) -> float:
         sizes = (head := head_of(cfg)) and head.sizes
-        return sum(token_bytes(sizes, i, dtype, page) for i in range(sizes.num_hidden_layers)) if sizes else 0
+        last = sizes.num_hidden_layers if sizes else 0  # a head's layers cache as NextN layers do
+        return last * token_bytes(sizes, last, dtype, page) if sizes else 0
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)

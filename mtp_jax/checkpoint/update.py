@@ -14,7 +14,7 @@ from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_confi
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
-from mtp_jax.checkpoint.plan import HEAD_EMBED, LoadPlan, copied_from, match, unread_layers
+from mtp_jax.checkpoint.plan import HEAD_EMBED, LoadPlan, copied_from, match
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -61,7 +61,7 @@ def read_update(
     if keep_draft:
         given, now = given.without_drafts(), now.with_drafts()
     draft = _draft(folder, given, draft_model)
-    plan = match(given, folder, draft, unread_layers(given, draft, given.num_nextn_predict_layers))
+    plan = match(given, folder, draft)
     own = _own_copies(cfg, now)
     _share(plan, own)
     plan = plan.keeping(own)
@@ -75,14 +75,15 @@ def read_update(
 def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> Draft:
     """The drafter's tensors, of the update itself or of a folder. Raises CheckpointError, ConfigError."""
     head = head_of(cfg)
-    if draft_model is None:
-        if head is not None:
-            raise ConfigError(
-                "the loaded model drafts with a head that has a folder of its own; give draft_model=, or "
-                "keep_draft=True"
-            )
+    if draft_model is None and head is not None and not head.inside:
+        raise ConfigError(
+            "the loaded model drafts with a head that has a folder of its own; give draft_model=, or "
+            "keep_draft=True"
+        )
+    if draft_model is None and (head is None or not (folder.path / "config.json").is_file()):
         return in_place(folder, cfg)
-    return open_draft(draft_model, cfg) if head is None else _head_like(head, draft_model, cfg)
+    path = folder.path if draft_model is None else draft_model
+    return open_draft(path, cfg) if head is None else _head_like(head, path, cfg)
 
 
 def _head_like(head: HeadConfig, path: str | Path, cfg: ModelConfig) -> Draft:

@@ -57,14 +57,15 @@ def save_checkpoint(
     """Write ``params`` as a folder in the release layout: config.json and safetensors, sharded if large.
 
     Norms, the router and its bias stay float32; everything else becomes ``dtype``. NextN layers are written
-    in place (layer L + k), their copies of embedding and head only where they are not the trunk's. Files of
-    an earlier checkpoint in the folder are replaced; other files, such as a tokenizer, are left alone.
+    in place (layer L + k), their copies of embedding and head only where they are not the trunk's, and so are
+    DeepSeek-V4's DSpark stages. Files of an earlier checkpoint in the folder are replaced; other files, such
+    as a tokenizer, are left alone.
     Raises ConfigError for an unknown dtype, CheckpointError for params of another model or kept narrow.
     """
     if dtype not in type_of:
         raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
     check_no_narrow(params)
-    if params.drafter is not None:
+    if params.drafter is not None and not (cfg.drafter and cfg.drafter.inside):
         raise CheckpointError("a draft head is not written: it stays in the folder that it was loaded from")
     own = [(p.embed is not None, p.head is not None) for p in params.nextn]
     _write_folder(Path(directory), _pieces(param_specs(cfg, own), params, dtype), max_shard_bytes)
@@ -131,16 +132,15 @@ def check_no_narrow(params: Params) -> None:
 def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     """Write the NextN layers of a model to a folder of their own, in the lmsys layout that SGLang reads.
 
-    DeepSeek-V4's keep their names.
+    DeepSeek-V4's layers, or DSpark stages, keep their names.
     Tensors are copied byte for byte, all tensors of narrow weights included; copies of the trunk's embedding
     and head are left out. Raises CheckpointError if the model has no NextN layer or the folder holds
     anything.
     """
     plan, out = make_plan(model_dir), new_folder(out_dir)
     layers, v4 = plan.config.num_nextn_predict_layers, plan.config.compressed is not None
-    if not layers:
-        has = f"{plan.stages} DSpark stages and " if plan.stages else ""
-        raise CheckpointError(f"{model_dir} has {has}no NextN layer: nothing to export")
+    if not plan.config.drafts:
+        raise CheckpointError(f"{model_dir} has no NextN layer: nothing to export")
     copies = {name for name in plan.duplicates if is_copy(plan, name)}
     pieces = []
     for name, tensor in plan.tensors.items():

@@ -156,6 +156,8 @@ class Backend:
             return context, cache, (chosen,)
 
         def local(asked: Asked, w: Any, cache: Any, view: PagedView) -> Attended:
+            if view.block:
+                return kind.over_block(cfg, asked, w, cache, view), None, cache
             return kind.over_pages(cfg, asked, w, cache, view, self.write_rows)
 
         heads, per_slot = partition("slots", None, "heads", None), partition("slots")

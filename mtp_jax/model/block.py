@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.attention.source import Paged, Whole
+from mtp_jax.model import hyper
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
@@ -23,7 +23,6 @@ from mtp_jax.model.head_specs import BlockHead, BlockLayer, Convolution, Markov
 from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.narrow import expand, rows_of
 from mtp_jax.model.params import Mlp, Params
-from mtp_jax.model.sharding import partition, sharded
 from mtp_jax.model.trunk import embed
 from mtp_jax.model.visible import Window
 
@@ -93,15 +92,39 @@ class Blocks:
         p, cfg, rows = _of(params), self.head.layers, self.head.block
         ids = jnp.full((len(tokens), rows), self.head.mask, jnp.int32).at[:, 0].set(tokens)
         positions = seen.length[:, None] + jnp.arange(rows)
-        view = PagedView(page_table, jnp.where(seen.count[:, None] > 0, positions, -1), seen)
+        view = PagedView(page_table, jnp.where(seen.count[:, None] > 0, positions, -1), seen, block=True)
         angles = rope_angles(cfg, positions)
-        x = embed(params.embed if p.embed is None else p.embed, ids, on.mesh)
+        x = hyper.begin(embed(params.embed if p.embed is None else p.embed, ids, on.mesh), cfg)
         for i, (layer, cache) in enumerate(zip(p.layers, caches, strict=True)):
             with jax.named_scope(f"block_{i}"):
-                x = _layer(layer, cfg, on, x, angles, cache, view)
-        return x
+                x = self.layer(layer, on, x, angles, cache, view)
+        return on.collapsed(x, p.hyper_head, cfg)
 
-    def normed(self, params: Params, x: Float[Array, "B R D"]) -> Float[Array, "B R D"]:
+    def layer(
+        self,
+        p: BlockLayer,
+        on: Backend,
+        x: Float[Array, "B R ..."],
+        angles: Float[Array, "B R ... 2 r"],
+        cache: LayerCache,
+        view: PagedView,
+    ) -> Float[Array, "B R ..."]:
+        """The residual stream of a block's rows behind a layer."""
+        layer, cfg, mlp = p.layer, self.head.layers, p.layer.mlp
+        a, eps = layer.attention, cfg.rms_norm_eps
+        assert isinstance(mlp, Mlp), "a head's layers are dense"
+        rows = rms_norm(x, layer.attention_norm, eps)
+        inner, outer = _kernels(p.attention_conv, rows, on)
+        q, own, _ = on.kind(a).project(a, cfg, _convolved(rows, inner), angles, None, ())
+        context, _, _ = on.attend(a, cfg, q, own, cache, (view,))
+        out = on.tap(on.after_attention(layer, cfg, jnp.zeros_like(x), context, (view,)))
+        x = x + _convolved(out, outer)
+        rows = rms_norm(x, layer.mlp_norm, eps)
+        inner, outer = _kernels(p.mlp_conv, rows, on)
+        out = on.tap(on.products.add(jnp.zeros_like(x), on.products.mlp(_convolved(rows, inner), mlp)))
+        return x + _convolved(out, outer)
+
+    def normed(self, params: Params, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Rows after the final norm."""
         return rms_norm(x, _of(params).norm, self.head.layers.rms_norm_eps)
 
@@ -137,69 +160,24 @@ class Blocks:
         rows = jnp.arange(len(logits))[:, None]
         return jnp.full((len(logits), self.trunk.vocab_size), -jnp.inf).at[rows, ids].set(logits)
 
+    def judged(self, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B D"]:
+        """The rows that the confidence head reads, of rows before the final norm."""
+        return self.normed(params, x)
+
     def confidence(
-        self, params: Params, z: Float[Array, "B D"], previous: Int[Array, " B"]
+        self, params: Params, x: Float[Array, "B D"], previous: Int[Array, " B"]
     ) -> Float[Array, " B"]:
-        """DSpark's own estimate that a row's draft is accepted."""
-        p = _of(params)
+        """DSpark's own estimate that a row's draft is accepted. x: before the final norm."""
+        p, z = _of(params), self.judged(params, x)
         assert p.confidence is not None, "the head has no confidence head"
         if self.head.markov_confidence and p.markov is not None:
             z = jnp.concatenate([z, rows_of(p.markov.previous, previous)], axis=-1)
-        return jax.nn.sigmoid(z @ expand(p.confidence.weight, z.dtype)[0] + p.confidence.bias[0])
+        score = z @ expand(p.confidence.weight, z.dtype)[0]
+        return jax.nn.sigmoid(score if p.confidence.bias is None else score + p.confidence.bias[0])
 
 
 def _bias(p: Markov, previous: Int[Array, " B"], dtype: DTypeLike) -> Float[Array, "B v"]:
     return rows_of(p.previous, previous) @ expand(p.following, dtype).T
-
-
-def _layer(
-    p: BlockLayer,
-    cfg: ModelConfig,
-    on: Backend,
-    x: Float[Array, "B R D"],
-    angles: Float[Array, "B R 2 r"],
-    cache: LayerCache,
-    view: PagedView,
-) -> Float[Array, "B R D"]:
-    layer, eps, mlp = p.layer, cfg.rms_norm_eps, p.layer.mlp
-    assert isinstance(mlp, Mlp), "a head's layers are dense"
-    rows = rms_norm(x, layer.attention_norm, eps)
-    inner, outer = _kernels(p.attention_conv, rows, on)
-    context = _attend(p, cfg, on, _convolved(rows, inner), angles, cache, view)
-    out = on.tap(on.after_attention(layer, cfg, jnp.zeros_like(x), context, (view,)))
-    x = x + _convolved(out, outer)
-    rows = rms_norm(x, layer.mlp_norm, eps)
-    inner, outer = _kernels(p.mlp_conv, rows, on)
-    out = on.tap(on.products.add(jnp.zeros_like(x), on.products.mlp(_convolved(rows, inner), mlp)))
-    return x + _convolved(out, outer)
-
-
-def _attend(
-    p: BlockLayer,
-    cfg: ModelConfig,
-    on: Backend,
-    rows: Float[Array, "B R D"],
-    angles: Float[Array, "B R 2 r"],
-    cache: LayerCache,
-    view: PagedView,
-) -> Float[Array, "B R N v"]:
-    """Attention over the cached rows that the view sees, and over the block's rows, which are not cached."""
-    a = p.layer.attention
-    kind = on.kind(a)
-    q, own, _ = kind.project(a, cfg, rows, angles, None, ())
-    w = kind.by_head(a, cfg)
-    assert own is not None, "a pass without a cache leaves its entries to its caller"
-
-    def local(q, own, w, cache, view):
-        cached, mask = Paged(cache, view, cfg.row).read(own.rows.dtype)
-        block = jnp.broadcast_to((view.written >= 0)[:, :, None], (*own.rows.shape[:2], own.rows.shape[1]))
-        both = Whole(jnp.concatenate([cached, own.rows], axis=1), jnp.concatenate([mask, block], axis=2))
-        return kind.attend(q, w, both, cfg.softmax_scale)
-
-    heads, per_slot = partition("slots", None, "heads", None), partition("slots")
-    specs = heads, per_slot, partition("heads"), partition("pages"), per_slot
-    with jax.named_scope("attend"):
-        return sharded(local, on.mesh, specs, heads)(q, own, w, cache, view)
 
 
 Kernels = tuple[Float[Array, "B R t D"] | None, Float[Array, "B R t D"] | None]

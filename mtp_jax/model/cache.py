@@ -153,6 +153,7 @@ class PagedView:
         packing: window tokens that the pass computes; None: all.
         slot: number of each slot over all data shards, of a model whose caches have a part for each slot; a
             number past the last slot for a row that writes nothing.
+        block: whether nothing is written, and every token with a row sees all tokens of the pass, too.
     """
 
     page_table: Int[Array, "B n"]
@@ -161,6 +162,7 @@ class PagedView:
     form: Form = struct.field(pytree_node=False, default="absorbed")
     packing: Packing | None = None
     slot: Int[Array, " B"] | None = None
+    block: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def shape(self) -> tuple[int, int]:

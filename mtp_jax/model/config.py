@@ -147,7 +147,7 @@ class ModelConfig:
         else:
             left_out |= {"swiglu_limit", "num_hash_layers"}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        out |= self._attention_keys() | self._index_keys()
+        out |= self._attention_keys() | self._index_keys() | (self.drafter.keys if self.drafter else {})
         out["torch_dtype"] = out.pop("dtype")
         ids = out.pop("eos_token_ids")
         out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None

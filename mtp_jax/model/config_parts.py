@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.json_object import is_number
+from mtp_jax.json_object import JsonObject, is_number
 
 Trees = Literal["grown", "given"]
 """Trees whose nodes are the best of all that a drafter finds, or a tree of nodes that the user names."""
@@ -265,9 +265,11 @@ class HeadConfig:
         maps: whether the head has a table of its tokens' ids (``d2t``).
         embeds: whether the head has an embedding of its own.
         trees: the trees that it can make.
+        inside: whether its tensors are in the model's own folder.
     """
 
     trees: ClassVar[Trees | None] = None
+    inside: ClassVar[bool] = False
 
     taps: tuple[int, ...]
     maps: bool = False
@@ -277,6 +279,11 @@ class HeadConfig:
     def name(self) -> str:
         """Its kind, for people."""
         raise NotImplementedError
+
+    @property
+    def keys(self) -> JsonObject:
+        """Keys of the model's config.json that describe it; none of a head with a folder of its own."""
+        return {}
 
     @property
     def most_drafts(self) -> int | None:

@@ -90,6 +90,23 @@ class BlockConfig(HeadConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StagesConfig(BlockConfig):
+    """DSpark stages among DeepSeek-V4's own tensors, ``mtp.{k}``: blocks of the trunk with windows alone."""
+
+    inside = True
+
+    @property
+    def keys(self) -> JsonObject:
+        """Their keys of the model's config.json, which counts outputs of layers from 0, and no stages."""
+        return {
+            "dspark_block_size": self.block,
+            "dspark_noise_token_id": self.mask,
+            "dspark_target_layer_ids": [tap - 1 for tap in self.taps],
+            "dspark_markov_rank": self.markov,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
     """Medusa heads (arXiv 2401.10774, section 2.1.1), one for each draft, over the final hidden state.
 
@@ -121,7 +138,7 @@ class MedusaConfig(HeadConfig):
 
 
 Head = Eagle3Config | BlockConfig | MedusaConfig
-_KINDS = (Eagle3Config, BlockConfig, MedusaConfig)
+_KINDS = (Eagle3Config, BlockConfig, StagesConfig, MedusaConfig)
 
 
 def head_of(cfg: ModelConfig) -> Head | None:

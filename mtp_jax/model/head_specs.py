@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 
 from mtp_jax.model.config import HeadConfig, ModelConfig
-from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig, head_of
+from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig, StagesConfig, head_of
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
 from mtp_jax.model.spec import Spec
+from mtp_jax.model.v4_specs import HyperHead, hyper_head, v4_block, whole
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Confidence:
     """The probability that a draft is accepted, as DSpark's head sees it."""
 
     weight: Weight  # [1, d] or [1, d + r]
-    bias: Weight  # [1]
+    bias: Weight  # [1]; None in DeepSeek-V4's stages
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,13 @@ class BlockHead:
     head: Weight  # [v, d]
     embed: Weight  # [V, d]
     target_offset: Weight  # [v] int32
+    hyper_head: HyperHead | None = None  # where layers have several streams
 
     @property
     def merging(self) -> tuple[object, ...]:
         """The parameters beside the layers that a draft reads, without tables."""
         convolutions = [(each.attention_conv, each.mlp_conv) for each in self.layers]
-        return self.norm, self.selector and self.selector.hidden, convolutions
+        return self.norm, self.hyper_head, self.selector and self.selector.hidden, convolutions
 
     @property
     def entries(self) -> tuple[Weight, ...]:
@@ -168,7 +170,7 @@ def _eagle3(cfg: ModelConfig, e: Eagle3Config) -> Eagle3:
 
 def _plain(name: str, *shape: int) -> Spec:
     """A tensor of a head as it is, whole on every device."""
-    return Spec(shape, (None,) * len(shape), f"{DRAFT_HEAD}.{name}", shape)
+    return whole(f"{DRAFT_HEAD}.{name}", *shape)
 
 
 def _own_embedding(cfg: ModelConfig, head: HeadConfig, sizes: ModelConfig) -> Spec | None:
@@ -217,6 +219,25 @@ def _block_head(cfg: ModelConfig, b: BlockConfig) -> BlockHead:
     )
 
 
+def _stages(cfg: ModelConfig, s: StagesConfig) -> BlockHead:
+    d, v, r, count = cfg.hidden_size, cfg.vocab_size, s.markov, s.layers.num_hidden_layers
+    blocks, last = (v4_block(s.layers, f"mtp.{k}", k) for k in range(count)), f"mtp.{count - 1}"
+    markov = (whole(f"{last}.markov_head.{name}.weight", v, r) for name in ("markov_w1", "markov_w2"))
+    return BlockHead(
+        fuse=whole("mtp.0.main_proj.weight", d, len(s.taps) * d),
+        context_norm=norm("mtp.0.main_norm.weight", d),
+        layers=tuple(BlockLayer(each, None, None) for each in blocks),
+        norm=norm(f"{last}.norm.weight", d),
+        markov=Markov(*markov),
+        confidence=Confidence(whole(f"{last}.confidence_head.proj.weight", 1, d + r), None),
+        selector=None,
+        head=None,
+        embed=None,
+        target_offset=None,
+        hyper_head=hyper_head(s.layers, f"{last}."),
+    )
+
+
 def _selector(rank: int, previous: int, following: int, width: int) -> Selector:
     p = "candidate_selector"
     return Selector(
@@ -243,4 +264,6 @@ def head_specs(cfg: ModelConfig) -> DraftHead | None:
     head = head_of(cfg)
     if head is None or isinstance(head, Eagle3Config):
         return head and _eagle3(cfg, head)
+    if isinstance(head, StagesConfig):
+        return _stages(cfg, head)
     return _block_head(cfg, head) if isinstance(head, BlockConfig) else _medusa(cfg, head)

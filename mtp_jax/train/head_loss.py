@@ -64,6 +64,8 @@ class Task:
 def head_of(cfg: ModelConfig) -> DraftModule | Blocks:
     """The functions of a model's head or NextN layers. Raises ConfigError for a model without."""
     drafter = build(cfg)
+    if cfg.compressed:
+        raise ConfigError("DeepSeek-V4's MTP layers and DSpark stages are not tuned here; name another model")
     if isinstance(drafter, Medusa):
         raise ConfigError("Medusa heads are not tuned here; name NextN layers, or a head of another kind")
     if not isinstance(drafter, Recursive | Block):

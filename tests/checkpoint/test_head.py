@@ -131,7 +131,7 @@ def test_a_head_takes_the_place_of_nextn_layers():
     found = load(model_dir("eagle3"), HEAD, num_nextn_layers=0)
     assert found.config.num_nextn_predict_layers == 0
     assert found.config.drafter
-    with pytest.raises(ConfigError, match="num_nextn_layers = 1 beside the head"):
+    with pytest.raises(ConfigError, match="num_nextn_layers = 1 beside the EAGLE-3 head"):
         load(TRUNK, HEAD, num_nextn_layers=1)
 
 

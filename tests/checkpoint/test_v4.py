@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,12 +12,13 @@ from mtp_jax.checkpoint import Loaded, load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head_config import StagesConfig
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves
-from tests.checkpoint.files import assert_same, edit_json, edit_tensors, read_folder
+from tests.checkpoint.files import assert_same, copy_folder, edit_json, edit_tensors, read_folder
 from tests.planning.releases import write
-from tests.v4 import DSPARK, Arrays, v4_config, v4_tensors, write_v4
+from tests.v4 import DSPARK, Arrays, by_name, v4_config, v4_tensors, write_v4
 
 TABLE = "layers.0.ffn.gate.tid2eid"
 
@@ -29,18 +29,11 @@ def small(**changes: Any) -> dict[str, Any]:
     return v4_config(**layers | changes)
 
 
-def by_name(loaded: Loaded) -> Arrays:
-    """The loaded values in the shapes of their tensors."""
-    specs, arrays = jax.tree.leaves(param_specs(loaded.config)), jax.tree.leaves(loaded.params)
-    found: Arrays = {}
-    for spec, array in zip(specs, arrays, strict=True):
-        for at, name in np.ndenumerate(spec_names(spec)):
-            found[str(name)] = np.asarray(array)[at].reshape(spec.tensor_shape)
-    return found
+STAGED = small(**DSPARK | {"dspark_target_layer_ids": [0, 1]}, compress_ratios=[4, 128, 0, 0, 0])
 
 
 def same(loaded: Loaded, want: Arrays) -> None:
-    got = by_name(loaded)
+    got = by_name(loaded.config, loaded.params)
     assert got.keys() == want.keys()
     for name, values in got.items():
         np.testing.assert_array_equal(values, want[name], name)
@@ -56,8 +49,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dspark(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("v4") / "dspark"
-    config = small(**DSPARK, compress_ratios=[4, 128, 0, 0, 0])
-    write_v4(folder, config, v4_tensors(config))
+    write_v4(folder, STAGED, v4_tensors(STAGED))
     return folder
 
 
@@ -93,7 +85,9 @@ def test_mtp_layers_in_a_folder_of_their_own(plain: Path, tmp_path: Path):
     assert_same(load(trunk, alone).params, load(plain).params)
     with pytest.raises(CheckpointError, match=r"tensors of 0 .*\(mtp\.0\.enorm\.weight is missing\)"):
         load(trunk)
-    with pytest.raises(CheckpointError, match=r"no tensor of mtp\.\*; expected MTP layers"):
+    with pytest.raises(
+        CheckpointError, match=r"no tensor of mtp\.\*; expected MTP layers.* or DSpark stages"
+    ):
         load(plain, trunk)
 
 
@@ -110,21 +104,49 @@ def test_copies_of_the_tables(plain: Path, tmp_path: Path):
     np.testing.assert_array_equal(loaded.params.nextn[0].head, 2 * loaded.params.head)
 
 
-def test_dspark_stages_are_left_out_where_nobody_drafts(dspark: Path, plain: Path):
-    """config.json says one MTP layer beside them, as releases do."""
-    with pytest.raises(ConfigError, match=r"3 DSpark stages, mtp\.0 to mtp\.2.*num_speculative_tokens=0"):
-        load(dspark)
-    with pytest.raises(CheckpointError, match=r"num_nextn_layers = 1, but .* has 0"):
-        load(dspark, num_nextn_layers=1)
-    with pytest.raises(CheckpointError, match="has DSpark stages; expected MTP layers"):
-        load(plain, dspark)
+def test_dspark_stages(dspark: Path, plain: Path, tmp_path: Path):
+    """Their tensors count them; config.json says one MTP layer beside them, as releases do."""
+    loaded, whole = load(dspark), read_folder(dspark)
+    assert by_name(loaded.config, loaded.params).keys() == whole.keys()
+    same(loaded, v4_tensors(STAGED))
+    head = loaded.config.drafter
+    assert isinstance(head, StagesConfig)
+    assert (head.layers.num_hidden_layers, head.block, head.mask, head.most_drafts) == (3, 4, 63, 4)
+    assert (head.taps, loaded.config.num_nextn_predict_layers, loaded.params.nextn) == ((1, 2), 0, ())
+    folder = copy_folder(dspark, tmp_path / "model")
+    edit_json(
+        folder / "config.json", n_mtp_layers=None, num_nextn_predict_layers=None, compress_ratios=[4, 128]
+    )
+    assert load(folder).config == loaded.config
     trunk = load(dspark, num_nextn_layers=0)
     assert not trunk.config.drafts
-    assert all(not name.startswith("mtp.") for name in by_name(trunk))
+    assert all(not name.startswith("mtp.") for name in by_name(trunk.config, trunk.params))
+    with pytest.raises(ConfigError, match="num_nextn_layers = 1 beside the DSpark head"):
+        load(dspark, num_nextn_layers=1)
     assert load(dspark, plain).config.num_nextn_predict_layers == 1
+    assert load(plain, dspark).config.drafter == head
     config = small(compress_ratios=[4, 128, 0, 0, 0])
     with pytest.raises(ConfigError, match="compress_ratios has 5 entries; expected 2"):
         ModelConfig.from_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dspark_block_size", 0, "dspark_block_size = 0; expected a whole number from 1"),
+        ("dspark_noise_token_id", 64, "dspark_noise_token_id = 64; expected a whole number from 0 to 63"),
+        ("dspark_target_layer_ids", [0, 2], r"dspark_target_layer_ids = \[0, 2\].*the model, which has 2"),
+        ("dspark_markov_rank", None, "dspark_markov_rank = None"),
+    ],
+)
+def test_stages_that_config_json_does_not_describe(
+    dspark: Path, tmp_path: Path, key: str, value: object, message: str
+):
+    folder = copy_folder(dspark, tmp_path / "model")
+    edit_json(folder / "config.json", **{key: value})
+    with pytest.raises(ConfigError, match=f"{folder} has 3 DSpark stages: {message}"):
+        load(folder)
+    assert not load(folder, num_nextn_layers=0).config.drafts
 
 
 def drop(*names: str) -> Callable[[dict[str, Any]], None]:
@@ -245,7 +267,7 @@ def test_a_summary_of_tensors(plain: Path, dspark: Path, tmp_path: Path):
     fp4 = tmp_path / "fp4"
     write_v4(fp4, small(), v4_tensors(small()), fp4=True)
     summary, whole = summarise(fp4), summarise(plain)
-    assert (summary.architecture, summary.nextn_layout, summary.stages) == ("deepseek_v4", "in place", 0)
+    assert (summary.architecture, summary.nextn_layout) == ("deepseek_v4", "in place")
     assert summary.parameters == whole.parameters
     assert summary.stored_bytes == sum(len(t.data) for t in read_folder(fp4).values())
     assert {"I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"} == summary.stored.keys()
@@ -255,6 +277,14 @@ def test_a_summary_of_tensors(plain: Path, dspark: Path, tmp_path: Path):
     assert summary.weight_bytes_on_cpu == nbytes(load(fp4, narrow="keep").params)
     text = "the last 16 tokens; 1 layers add 6 entries of 4 tokens, 1 layers all entries of 128"
     assert text in summary.text()
-    trunk = summarise(dspark)
-    assert (trunk.stages, trunk.nextn_layout, trunk.parameters) == (3, None, whole.parameters)
-    assert "none; 3 DSpark stages, which are not supported, are not read" in trunk.text()
+    staged = summarise(dspark)
+    assert (staged.nextn_layout, staged.parameters) == ("DSpark stages", whole.parameters)
+    assert staged.nextn_parameters == sum(
+        w.size for n, w in v4_tensors(STAGED).items() if n.startswith("mtp.")
+    )
+    assert "DSpark, 3 stages, 64 tokens; reads the stream after layers 1, 2" in staged.text()
+    rows = (
+        staged.cache_bytes_per_token["bfloat16"]
+        - summarise(dspark, num_nextn_layers=0).cache_bytes_per_token["bfloat16"]
+    )
+    assert rows == 3 * 2 * STAGED["head_dim"]

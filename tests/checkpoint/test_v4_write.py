@@ -16,21 +16,26 @@ from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.narrow import Fp4, is_narrow, without_bits
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import make_mesh
-from tests.checkpoint.files import Tensors, assert_same, edit_tensors, read_folder
+from tests.checkpoint.files import Tensors, assert_same, copy_folder, edit_json, edit_tensors, read_folder
 from tests.v4 import DSPARK, v4_config, v4_tensors, write_v4
 
 CONFIG = v4_config(num_hidden_layers=2, compress_ratios=[4, 128, 0])
 
 
+STAGED = CONFIG | DSPARK | {"dspark_target_layer_ids": [0, 1]}
+KINDS = ["plain", "fp4", "dspark"]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {name: tmp_path_factory.mktemp("v4") / name for name in ("plain", "fp4")}
+    found = {name: tmp_path_factory.mktemp("v4") / name for name in KINDS}
     for name, folder in found.items():
-        write_v4(folder, CONFIG, v4_tensors(CONFIG), fp4=name == "fp4")
+        config = STAGED if name == "dspark" else CONFIG
+        write_v4(folder, config, v4_tensors(config), fp4=name != "plain")
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "fp4"])
+@pytest.mark.parametrize("name", KINDS)
 def test_all_of_it_comes_back(folders: dict[str, Path], tmp_path: Path, name: str):
     before = load(folders[name], narrow="dequantise")
     save_checkpoint(tmp_path, before.config, before.params, "float32", 200_000)
@@ -57,12 +62,13 @@ def test_narrow_weights_come_back_in_bfloat16_with_all_their_bits(folders: dict[
     assert router.dtype == "F32"
 
 
-@pytest.mark.parametrize("name", ["plain", "fp4"])
+@pytest.mark.parametrize("name", KINDS)
 def test_orbax(folders: dict[str, Path], tmp_path: Path, name: str):
     convert(folders[name], tmp_path / "orbax", dtype="float32")
     want = load(folders[name], narrow="dequantise")
     for mesh in (None, make_mesh(2, 2)):
         assert_same(load(tmp_path / "orbax", mesh=mesh).params, want.params)
+    assert load(tmp_path / "orbax").config.drafter == want.config.drafter
     trunk = load(tmp_path / "orbax", num_nextn_layers=0)
     assert_same(trunk.params, want.params.with_drafts())
     summary = summarise(tmp_path / "orbax")
@@ -70,16 +76,13 @@ def test_orbax(folders: dict[str, Path], tmp_path: Path, name: str):
     assert summary.weight_bytes["float32"] == sum(a.nbytes for a in jax.tree.leaves(want.params))
 
 
-def test_orbax_of_a_trunk_whose_drafter_is_left_out(tmp_path: Path):
-    config = CONFIG | DSPARK
-    write_v4(tmp_path / "dspark", config, v4_tensors(config))
-    convert(tmp_path / "dspark", tmp_path / "orbax", num_nextn_layers=0, dtype="float32")
-    assert_same(load(tmp_path / "orbax").params, load(tmp_path / "dspark", num_nextn_layers=0).params)
-    with pytest.raises(CheckpointError, match="has 3 DSpark stages and no NextN layer: nothing to export"):
-        export_nextn(tmp_path / "dspark", tmp_path / "mtp")
+def test_orbax_of_a_trunk_whose_drafter_is_left_out(folders: dict[str, Path], tmp_path: Path):
+    convert(folders["dspark"], tmp_path / "orbax", num_nextn_layers=0, dtype="float32")
+    trunk = load(folders["dspark"], num_nextn_layers=0, narrow="dequantise")
+    assert_same(load(tmp_path / "orbax").params, trunk.params)
 
 
-@pytest.mark.parametrize("name", ["plain", "fp4"])
+@pytest.mark.parametrize("name", KINDS)
 def test_mtp_layers_are_exported(folders: dict[str, Path], tmp_path: Path, name: str):
     export_nextn(folders[name], tmp_path / "mtp")
     whole, part = read_folder(folders[name]), read_folder(tmp_path / "mtp")
@@ -94,11 +97,13 @@ def test_mtp_layers_are_exported(folders: dict[str, Path], tmp_path: Path, name:
     assert_same(load(trunk, tmp_path / "mtp").params, load(folders[name]).params)
 
 
-def test_a_drafter_comes_back_alone(folders: dict[str, Path], tmp_path: Path):
-    before = load(folders["fp4"], dtype="bfloat16", narrow="dequantise")
-    save_drafter(tmp_path, before.config, before.params, read_json(folders["fp4"] / "config.json"))
-    assert all(name.startswith("mtp.0.") for name in read_folder(tmp_path))
-    after = load(folders["fp4"], tmp_path, dtype="bfloat16", narrow="dequantise")
+@pytest.mark.parametrize("name", ["fp4", "dspark"])
+def test_a_drafter_comes_back_alone(folders: dict[str, Path], tmp_path: Path, name: str):
+    before = load(folders[name], dtype="bfloat16", narrow="dequantise")
+    save_drafter(tmp_path, before.config, before.params, read_json(folders[name] / "config.json"))
+    assert all(name.startswith("mtp.") for name in read_folder(tmp_path))
+    after = load(folders[name], tmp_path, dtype="bfloat16", narrow="dequantise")
+    assert after.config.drafter == before.config.drafter
     assert_same(after.params, before.params)
 
 
@@ -110,15 +115,17 @@ def update(loaded: Loaded, source: Any, **options: Any) -> Params:
     return read_update(loaded.config, shapes(loaded.params), source, dtype="float32", **options)
 
 
-@pytest.mark.parametrize("narrow", [None, "keep", "dequantise"])
-def test_updates(folders: dict[str, Path], tmp_path: Path, narrow: Any):
-    loaded = load(folders["fp4"], narrow=narrow)
-    file = folders["fp4"] / "model.safetensors"
+@pytest.mark.parametrize(
+    ("narrow", "name"), [(None, "fp4"), ("keep", "fp4"), ("dequantise", "fp4"), (None, "dspark")]
+)
+def test_updates(folders: dict[str, Path], tmp_path: Path, narrow: Any, name: str):
+    loaded = load(folders[name], narrow=narrow)
+    file = folders[name] / "model.safetensors"
     arrays = {name: tensor.array() for name, tensor in open_file(file).items()}
-    for source in (folders["fp4"], arrays):
+    for source in (folders[name], arrays):
         assert_same(update(loaded, source), bare(loaded.params))
-    other = tmp_path / "other"
-    write_v4(other, CONFIG, v4_tensors(CONFIG, seed=1), fp4=True)
+    other, config = tmp_path / "other", read_json(folders[name] / "config.json")
+    write_v4(other, config, v4_tensors(config, seed=1), fp4=True)
     assert_same(update(loaded, other), bare(load(other, narrow=narrow).params))
     trunk = {name: a for name, a in arrays.items() if not name.startswith("mtp.")}
     assert_same(update(loaded, trunk, keep_draft=True), bare(loaded.params).with_drafts())
@@ -140,6 +147,18 @@ def test_updates_that_do_not_fit(folders: dict[str, Path], tmp_path: Path):
     write_v4(tmp_path / "other", config, v4_tensors(config), fp4=True)
     with pytest.raises(CheckpointError, match=r"is of another model: compressed is .*window=8"):
         update(loaded, tmp_path / "other")
+
+
+def test_updates_of_other_stages(folders: dict[str, Path], tmp_path: Path):
+    loaded = load(folders["dspark"])
+    folder = copy_folder(folders["dspark"], tmp_path / "other")
+    edit_json(folder / "config.json", dspark_block_size=3)
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the loaded drafter, .*block=4.*: it is .*block=3"
+    ):
+        update(loaded, folder)
+    with pytest.raises(CheckpointError, match="does not fit the loaded drafter"):
+        update(loaded, folders["fp4"])
 
 
 def test_bfloat16_values_are_rounded_once(folders: dict[str, Path]):

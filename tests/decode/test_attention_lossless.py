@@ -5,9 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mtp_jax.decode.drafter.block import Block
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.model.config import IndexerConfig
+from mtp_jax.model.stages import Stages
 from tests import v4
+from tests.decode.helpers import leaking
 from tests.decode.law import CFG, OPTIONS, Case, chi_square, emitted, exact_law
 from tests.models import gqa
 
@@ -15,12 +18,18 @@ from tests.models import gqa
 INDEX = IndexerConfig(heads=4, dim=8, topk=3, shared=(False, True))
 SPARSE = replace(CFG, indexer=INDEX)
 GQA = gqa(CFG, kv_heads=1)
-V4 = replace(
-    v4.model(
-        num_hidden_layers=2, compress_ratios=[4, 128, 0], vocab_size=4, hidden_size=32, index_topk=2,
-        num_hash_layers=1, sliding_window=6,
-    ),
-    eos_token_ids=(),
+V4, STAGED = (
+    replace(
+        made(
+            num_hidden_layers=2, compress_ratios=[4, 128, 0], vocab_size=4, hidden_size=32, index_topk=2,
+            num_hash_layers=1, sliding_window=6, **more,
+        ),
+        eos_token_ids=(),
+    )
+    for made, more in (
+        (v4.model, {}),
+        (v4.staged, {"n_mtp_layers": 1, "dspark_noise_token_id": 3, "dspark_target_layer_ids": [0, 1]}),
+    )
 )  # fmt: skip
 SHARING = replace(CFG, indexer=replace(INDEX, share_drafts=True))
 
@@ -50,17 +59,25 @@ def test_lossless(cfg, verifier):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
-def test_lossless_with_windows_and_entries(verifier):
+@pytest.mark.parametrize("cfg", [pytest.param(V4, id="mtp"), pytest.param(STAGED, id="dspark")])
+def test_lossless_with_windows_and_entries(cfg, verifier):
     """Entries end among the tokens that are drawn, and of three a token attends to two."""
-    case = Case(build(V4), tuple(k % 4 for k in range(10)), 1000, 128, V4)
+    case = Case(build(cfg), tuple(k % 4 for k in range(10)), 1000, 128, cfg)
     got = emitted("sampled", verifier, False, case)
     assert got.accepted.sum() / got.drafted.sum() > 0.2
     for i, option in enumerate(OPTIONS):
         mine = slice(i * case.rows, (i + 1) * case.rows)
-        p = chi_square(got.tokens[mine], exact_law(option, False, case.prompt, V4))
+        p = chi_square(got.tokens[mine], exact_law(option, False, case.prompt, cfg))
         assert p > 1e-4, f"{option}: p = {p:.2g}"
-    other = replace(V4, compressed=replace(V4.compressed, window=4))
+    other = replace(cfg, compressed=replace(cfg.compressed, window=4))
     assert chi_square(got.tokens[: case.rows], exact_law("plain", False, case.prompt, other)) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_law_of_stages_that_is_not_renormalised_shows():
+    case = Case(leaking(Block)(Stages(STAGED)), (0, 1, 2), 1000, 128, STAGED)
+    got = emitted("sampled", "rejection", False, case)
+    assert chi_square(got.tokens[: case.rows], exact_law("plain", False, case.prompt, STAGED)) < 1e-9
 
 
 @pytest.mark.slow

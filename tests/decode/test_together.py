@@ -196,9 +196,9 @@ class Visits(CpuExperts):
 
     noted: list[np.ndarray] = field(default_factory=list, compare=False)
 
-    def routed(self, gate_up, down, x, r, shards=1, first=0):
+    def routed(self, gate_up, down, x, r, shards=1, first=0, limit=None):
         jax.debug.callback(self.noted.append, r.ids, ordered=True)
-        return super().routed(gate_up, down, x, r, shards, first)
+        return super().routed(gate_up, down, x, r, shards, first, limit)
 
 
 @dataclass(frozen=True)

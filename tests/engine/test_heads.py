@@ -279,7 +279,7 @@ def test_a_head_beside_other_trunks(trunk: str, variant: str):
     cfg = replace(found.config.with_nextn(()), drafter=replace(head, layer=layer, taps=taps))
     own = init_params(cfg, jax.random.key(1)).drafter
     params = replace(found.params, nextn=(), drafter=own)
-    sizes = {"page_size": 128, "max_model_len": 300} if cfg.compressed else {}
+    sizes: dict[str, Any] = {"page_size": 128, "max_model_len": 300} if cfg.compressed else {}
     engine = make_engine(params, cfg, max_num_seqs=1, num_speculative_tokens=5, **sizes)
     first, drafts, logits = propose(engine, ids.tolist(), 5)
     plain = forward(params, cfg, ids, np.append(ids[1:], first))

@@ -11,7 +11,8 @@ import pytest
 
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.errors import ConfigError
-from mtp_jax.model import block, trunk
+from mtp_jax.model import trunk
+from mtp_jax.model.attention import kind
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import empty_cache
@@ -51,7 +52,7 @@ def forward(variant: str) -> dict[str, Any]:
         row, states = logits[:, first + k], z[:, first + k]
         by.append(module.after(params, states, row, drafts[-1]))
         if module.head.confidence:
-            sure.append(float(module.confidence(params, states, drafts[-1])[0]))
+            sure.append(float(module.confidence(params, x[:, first + k], drafts[-1])[0]))
         drafts.append(jnp.argmax(by[-1], axis=-1))
     return {
         "aux": jnp.concatenate(taps, axis=-1)[0],
@@ -91,14 +92,14 @@ def test_the_candidates_of_dflash2():
 def test_rows_see_later_rows_of_their_block(monkeypatch: pytest.MonkeyPatch):
     """A block in which they do not is another one: the oracle's negative control."""
 
-    class Causal(block.Whole):
-        def __init__(self, rows: jax.Array, mask: jax.Array) -> None:
+    class Causal(kind.Whole):
+        def __init__(self, rows: jax.Array, mask: jax.Array, *rest: Any) -> None:
             width = mask.shape[1]
             own = mask[:, :, -width:] & jnp.tri(width, dtype=bool)
             super().__init__(rows, jnp.concatenate([mask[:, :, :-width], own], axis=2))
 
     want = expected("dflash")["block_logits"]
-    monkeypatch.setattr(block, "Whole", Causal)
+    monkeypatch.setattr(kind, "Whole", Causal)
     forward.cache_clear()
     causal = np.asarray(forward("dflash")["logits"])
     forward.cache_clear()

@@ -33,7 +33,7 @@ from mtp_jax.train.report import Reporter
 from mtp_jax.train.start import begin
 from mtp_jax.train.states import Windows
 from mtp_jax.train.tune_options import Fresh, TuneOptions
-from tests import medusa, tiny_tokenizer
+from tests import medusa, tiny_tokenizer, v4
 from tests.golden import EAGLES, HEADS, expected, model_dir
 from tests.models import TINY, on_mesh, rigged, sharing_programs, tiny_params
 
@@ -377,6 +377,9 @@ def test_every_kind_of_head_is_tuned(variant: str, tmp_path: Path) -> None:
         assert report["after"][name]["length"] > before["length"] - 0.3
 
 
-def test_medusa_heads_are_not_tuned() -> None:
+def test_medusa_heads_and_drafters_of_v4_are_not_tuned() -> None:
     with pytest.raises(ConfigError, match="Medusa heads are not tuned here"):
         head_of(medusa.loaded().config)
+    for cfg in (v4.model(), v4.staged()):
+        with pytest.raises(ConfigError, match="MTP layers and DSpark stages are not tuned here"):
+            head_of(cfg)

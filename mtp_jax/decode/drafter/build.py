@@ -10,10 +10,11 @@ from mtp_jax.decode.keys import TreeShape
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.eagle3 import Eagle3Head
-from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig
+from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig, StagesConfig
 from mtp_jax.model.medusa import MedusaHeads
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.nextn_streams import StreamNextN
+from mtp_jax.model.stages import Stages
 
 
 def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None) -> Drafter:
@@ -25,7 +26,7 @@ def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None)
     if isinstance(cfg.drafter, Eagle3Config):
         own = Recursive(Eagle3Head(cfg), tree)
     elif isinstance(cfg.drafter, BlockConfig):
-        own = Block(Blocks(cfg))
+        own = Block((Stages if isinstance(cfg.drafter, StagesConfig) else Blocks)(cfg))
     elif isinstance(cfg.drafter, MedusaConfig):
         own = Medusa(MedusaHeads(cfg), tree)
     elif cfg.num_nextn_predict_layers:

@@ -159,6 +159,19 @@ class Compressed(Kind):
             context = _mixed(cfg, asked.q.whole, w.sink, near, seen, span, far)
             return unrotate_last(context, added.angles), chosen, cache
 
+    def over_block(
+        self, cfg: ModelConfig, asked: Asked, w: Own, cache: LayerCache, view: PagedView
+    ) -> Float[Array, "B W N h"]:
+        """Attend to the window's last cached rows, the same for all tokens, and to all tokens of a block."""
+        own, window, live = asked.entries, _of(cfg).window, (view.written >= 0)[:, :, None]
+        with jax.named_scope("attend"):
+            at = view.visible.length[:, None] - window + jnp.arange(window)
+            seen = at >= view.visible.first[:, None]
+            rows = rows_at(cache.rows, view.page_table, jnp.where(seen, at, -1))
+            near = jnp.where(seen[..., None], widened(rows, cfg.row, own.rows.dtype), 0)
+            parts = [(near, live & seen[:, None]), (own.rows, live)]
+            return unrotate_last(_softmax(asked.q.whole, w.sink, parts, cfg.softmax_scale), own.angles)
+
     def over_rows(self, cfg: ModelConfig, asked: Asked, w: Own, cache: WholeCache | None) -> Attended:
         """Attend to the window and to entries of whole sequences."""
         assert cache is None, "nothing is trained through compressed attention"

@@ -98,6 +98,17 @@ class Kind(ABC):
                 cache = write(cache, stored, view.page_table, view.written)
         return *self._looked(cfg, asked, w, Paged(cache, view, cfg.row)), cache
 
+    def over_block(
+        self, cfg: ModelConfig, asked: Asked, w: Any, cache: Any, view: PagedView
+    ) -> Float[Array, "B W N v"]:
+        """Attend to the cached rows that a view sees and to all tokens of a block, on one device."""
+        own = asked.entries.rows
+        with jax.named_scope("attend"):
+            cached, mask = Paged(cache, view, cfg.row).read(own.dtype)
+            block = jnp.broadcast_to((view.written >= 0)[:, :, None], (*own.shape[:2], own.shape[1]))
+            both = Whole(jnp.concatenate([cached, own], axis=1), jnp.concatenate([mask, block], axis=2))
+            return self.attend(asked.q, w, both, cfg.softmax_scale)
+
     def over_rows(self, cfg: ModelConfig, asked: Asked, w: Any, cache: WholeCache | None) -> Attended:
         """Attend to the entries of whole sequences, behind a cache's where there is one."""
         rows, index = asked.entries.rows, asked.entries.index
