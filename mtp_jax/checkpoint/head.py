@@ -173,6 +173,9 @@ def stages_config(raw: JsonObject, cfg: ModelConfig, count: int) -> StagesConfig
     Raises ConfigError.
     """
     assert cfg.compressed is not None, "DeepSeek-V4 has compressed attention"
+    told = raw.get("n_mtp_layers")
+    if told not in (None, count):
+        raise ConfigError(f"n_mtp_layers = {told!r:.80}; expected {count}, or no such key")
     layers = replace(
         cfg.without_drafts(),
         num_hidden_layers=count,

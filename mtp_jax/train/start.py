@@ -68,6 +68,9 @@ def begin(model: LLMOptions, options: TuneOptions) -> Start:
         raise ConfigError(f"{folder} is an Orbax folder; a head is tuned for a folder as it was released")
     if fresh and draft_model is not None:
         raise ConfigError(f"fresh = {fresh!r} beside draft_model = {draft_model}; leave one of them out")
+    declared, raw = read_config(folder)
+    if fresh and declared.compressed:
+        raise ConfigError(f"fresh = {fresh!r}: no head is made for DeepSeek-V4 here; name another model")
     loaded = load_folder(
         folder,
         draft_model,
@@ -76,7 +79,6 @@ def begin(model: LLMOptions, options: TuneOptions) -> Start:
         draft_captures=model.draft_captures,
         layers=False,
     )
-    declared, raw = read_config(folder)
     if not fresh:
         if loaded.config.drafter is not None and draft_model is not None:
             raw = read_json(Path(draft_model) / "config.json")

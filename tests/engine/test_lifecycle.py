@@ -243,6 +243,6 @@ def test_kernels_that_cannot_run_here_are_an_error_when_insisted_on(monkeypatch)
         make_engine(kernels="mosaic_gpu")
     monkeypatch.setattr("mtp_jax.model.backend.is_hopper", lambda: True)
     engine = make_engine(kernels="mosaic_gpu")
-    with pytest.raises(ConfigError, match=r"mla_.*float32.*'xla': --kernels auto or xla"):
+    with pytest.raises(ConfigError, match=r"mla_.*float32.*; take kernels=auto or kernels=xla"):
         engine.prepare([engine.make_request(LONG, GREEDY)])
     assert serve(make_engine(kernels="xla"), [(LONG, GREEDY)])[0].progress.output == text(tuple(LONG))

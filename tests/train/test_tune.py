@@ -377,7 +377,10 @@ def test_every_kind_of_head_is_tuned(variant: str, tmp_path: Path) -> None:
         assert report["after"][name]["length"] > before["length"] - 0.3
 
 
-def test_medusa_heads_and_drafters_of_v4_are_not_tuned() -> None:
+def test_medusa_heads_and_drafters_of_v4_are_not_tuned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(v4.v4_config()))
+    with pytest.raises(ConfigError, match="fresh = 'eagle3': no head is made for DeepSeek-V4 here"):
+        begin(LLMOptions(model=str(tmp_path)), TuneOptions(fresh="eagle3"))
     with pytest.raises(ConfigError, match="Medusa heads are not tuned here"):
         head_of(medusa.loaded().config)
     for cfg in (v4.model(), v4.staged()):

@@ -55,14 +55,14 @@ class HopperProducts(Products):
             check(*args)
         except ValueError as e:
             if self.strict:
-                raise ConfigError(f"{e}: --kernels auto or xla, in Python kernels='auto' or 'xla'") from e
+                raise ConfigError(f"{e}; take kernels=auto or kernels=xla") from e
             return False
         return True
 
     def do_without(self, what: str) -> None:
         """Raises ConfigError where kernels are required, as there is none for this attention."""
         if self.strict and "attention" in self.kernels:
-            raise ConfigError(f"{what} has no kernel: --kernels auto, in Python kernels='auto'")
+            raise ConfigError(f"{what} has no kernel; take kernels=auto")
 
     def takes(self, reader: Reader | Mlp | Moe | None, dtype: Any) -> bool:
         """Whether a kernel computes this reader from rows in e4m3. dtype: dtype of the rows before."""
