@@ -99,10 +99,7 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
     first = cfg.num_hidden_layers
     others = {layer_of(n) for n in folder.tensors} - {None, *layers}
     if layers and not others and layers[0] != first:
-        raise CheckpointError(
-            f"{folder.path} holds NextN layers that were exported by themselves, and no model; name the "
-            "model, and this folder with draft_model="
-        )
+        raise no_model(folder, "NextN layers")
     if layers and layers != list(range(first, first + len(layers))):
         raise CheckpointError(
             f"{folder.path}: config.json says num_hidden_layers = {first}, but the tensors have NextN layers "
@@ -110,6 +107,14 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
         )
     tensors = {n: t for n, t in folder.tensors.items() if layer_of(n) in layers}
     return Draft(folder.path, IN_PLACE, tensors, cfg)
+
+
+def no_model(folder: Folder, found: str) -> CheckpointError:
+    """The error where a model's folder has draft layers alone."""
+    return CheckpointError(
+        f"{folder.path} holds {found} that were exported by themselves, and no model; name the model, and "
+        "this folder with draft_model="
+    )
 
 
 def _of_layer(cfg: ModelConfig, name: str) -> object:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mtp_jax.checkpoint.draft import Draft, in_place, nextn_layers, nextn_of, open_draft
+from mtp_jax.checkpoint.draft import Draft, in_place, nextn_layers, nextn_of, no_model, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
 from mtp_jax.checkpoint.formats import (
     FORMATS,
@@ -17,6 +17,7 @@ from mtp_jax.checkpoint.formats import (
     spec_names,
     tensors_of,
 )
+from mtp_jax.checkpoint.mtp import STAGES
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -93,6 +94,8 @@ def make_plan(
     folder = open_folder(model_dir)
     cfg = by_tensors(cfg, folder.tensors)
     own = in_place(folder, cfg)
+    if cfg.compressed and own.tensors and not any(name.startswith("layers.") for name in folder.tensors):
+        raise no_model(folder, own.layout if own.layout == STAGES else "MTP layers")
     if draft_captures is not None and draft_model is None:
         raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
     if draft_model is not None:

@@ -83,6 +83,8 @@ def test_mtp_layers_in_a_folder_of_their_own(plain: Path, tmp_path: Path):
     trunk = edit_tensors(plain, tmp_path / "trunk", lambda t: drop(t, True))
     alone = edit_tensors(plain, tmp_path / "mtp", lambda t: drop(t, False))
     assert_same(load(trunk, alone).params, load(plain).params)
+    with pytest.raises(CheckpointError, match=r"MTP layers that were exported by themselves, and no model"):
+        load(alone)
     with pytest.raises(CheckpointError, match=r"tensors of 0 .*\(mtp\.0\.enorm\.weight is missing\)"):
         load(trunk)
     with pytest.raises(
