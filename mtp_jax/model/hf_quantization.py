@@ -22,13 +22,15 @@ def quantisation(raw: JsonObject) -> JsonObject:
         raise ConfigError(f"quantization of {mlx.get('bits')} bits by mlx is not supported; {_EXPECTED}")
     if not quant:  # xLLM's export writes the empty string
         return {"fp8": False, "fp4": _fp4(raw, {}), "int4_group": None}
-    method = quant.get("quant_method") if isinstance(quant, dict) else quant
+    if not isinstance(quant, dict):
+        raise ConfigError(f"quantization {quant!r:.200} is not supported, as it is no object; {_EXPECTED}")
+    method = quant.get("quant_method")
     if method == "fp8":
         _check_fp8(quant)
         return {"fp8": True, "fp4": _fp4(raw, quant), "int4_group": None}
     if method == "compressed-tensors":
         return {"fp8": False, "fp4": False, "int4_group": _int4_group(quant)}
-    kind = quant.get("quant_algo") if isinstance(quant, dict) else None
+    kind = quant.get("quant_algo")
     of = f", quant_algo = {kind!r:.80}" if kind is not None else ""
     raise ConfigError(f"quantization {method!r:.200} is not supported{of}; {_EXPECTED}")
 

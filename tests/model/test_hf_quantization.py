@@ -51,6 +51,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         PLAIN | {"quantization_config": {"quant_method": "awq", "bits": 4}},
         "quantization 'awq' is not supported; expected fp8 with 128x128 blocks, int4 as compressed-tensors",
     ),
+    "a word": (PLAIN | {"quantization_config": "fp8"}, "'fp8' is not supported, as it is no object"),
     "gptq": (PLAIN | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq' is not supported"),
     "nvfp4": (PLAIN | {"quantization_config": {"quant_method": "modelopt"}}, "'modelopt' is not supported"),
     "nvfp4, packed": (changed({"format": "nvfp4-pack-quantized"}), "format = 'nvfp4-pack-quantized'"),
