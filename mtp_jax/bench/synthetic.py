@@ -3,6 +3,7 @@
     trunk   greedy next token of t = chain[t]: blocks are quiet, the head's row chain[t] points along embed[t]
     NextN   eh_proj = [identity | 0] + noise, so it predicts the chain, with mistakes set by the noise; of
             several streams e_proj = identity + noise, h_proj = noise
+    DSpark  the bias by the token before predicts the chain: following[chain[t]] = previous[t] + noise
 
 Plain random weights accept nothing and would exercise none of the draft-and-verify loop.
 """
@@ -21,13 +22,15 @@ import numpy as np
 from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.api.session import Session
 from mtp_jax.checkpoint import save_checkpoint
+from mtp_jax.checkpoint.head import stages_config
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.model.config import CompressedConfig, HyperConfig, ModelConfig
-from mtp_jax.model.params import NextN, Params, Spec, dtype_of, param_specs
+from mtp_jax.model.head_config import StagesConfig
+from mtp_jax.model.params import BlockHead, Markov, NextN, Params, Spec, dtype_of, param_specs
 
 # All blocks together add this much to the residual stream, relative to the embedding they start from.
 _LOUDNESS = 0.4
@@ -47,7 +50,7 @@ _OUT_OF_REACH = 0.2
 _CLOSE = 0.03  # distance to the target at which the search ends
 
 
-PRESETS = "dense", "moe", "v4"
+PRESETS = "dense", "moe", "v4", "v4-dspark"
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """The preset "dense" or "moe", of about 200 million parameters in 24 layers, or "v4". Raises ConfigError.
+    """The preset "dense" or "moe", of about 200 million parameters in 24 layers, or one of DeepSeek-V4's.
+
+    Raises ConfigError.
 
     A vocabulary of 4096 keeps the head's share of a step near the release's: 2 to 5 % of the weights a token
     touches (DeepSeek-V3: 2.5 %), so that a draft, which needs the head too, is as cheap as it is there.
@@ -71,6 +76,8 @@ def preset(name: str) -> Preset:
         return Preset("2 dense and 22 MoE layers, 0.8 GB in float32", _moe(), noise=4.384)
     if name == "v4":
         return Preset("6 layers of DeepSeek-V4, 0.5 GB in float32", _v4(), noise=4.4925)
+    if name == "v4-dspark":
+        return Preset("the same with two DSpark stages in the place of MTP", _v4_dspark(), noise=1.0)
     raise ConfigError(f"preset {name!r} is unknown; expected {' or '.join(map(repr, PRESETS))}")
 
 
@@ -151,6 +158,18 @@ def _v4() -> ModelConfig:
     )
 
 
+def _v4_dspark() -> ModelConfig:
+    """Blocks of five drafts, as the releases have; Markov's rank is a fourth of theirs, as the widths are."""
+    trunk = _v4().with_nextn(())
+    said = {
+        "dspark_block_size": 5,
+        "dspark_markov_rank": 64,
+        "dspark_noise_token_id": trunk.vocab_size - 1,
+        "dspark_target_layer_ids": [3, 4, 5],
+    }
+    return replace(trunk, drafter=stages_config(said, trunk, 2))
+
+
 def chain(cfg: ModelConfig, seed: int = 0) -> np.ndarray:
     """int32 [V]: the token that follows each token.
 
@@ -171,24 +190,36 @@ def rigged_params(cfg: ModelConfig, noise: float, seed: int = 0, dtype: str = "f
     Every array has its own random stream, named by its tensor: the same seed gives the same bytes.
     Raises ConfigError for a model with a tied head or without a NextN layer, which cannot be rigged.
     """
-    if cfg.tie_word_embeddings or not cfg.num_nextn_predict_layers:
+    stages = isinstance(cfg.drafter, StagesConfig)
+    if cfg.tie_word_embeddings or not (cfg.num_nextn_predict_layers or stages):
         raise ConfigError(
             "a rigged model needs a head of its own and a NextN layer; set tie_word_embeddings = false "
             "and num_nextn_predict_layers >= 1"
         )
     leaves, tree = jax.tree.flatten(param_specs(cfg))
     params: Params = tree.unflatten([jnp.asarray(_array(s, cfg, seed), dtype_of(s, dtype)) for s in leaves])
-    head = jnp.asarray(
-        _head(np.asarray(params.embed, np.float32), chain(cfg, seed), seed), params.embed.dtype
-    )
-    return with_noise(replace(params, head=head), noise, seed)
+    embed = np.asarray(params.embed, np.float32)
+    head = jnp.asarray(_head(embed, chain(cfg, seed), seed), params.embed.dtype)
+    return with_noise(cfg, replace(params, head=head), noise, seed)
 
 
-def with_noise(params: Params, noise: float, seed: int = 0) -> Params:
+def with_noise(cfg: ModelConfig, params: Params, noise: float, seed: int = 0) -> Params:
     """``params`` with eh_proj = [identity | 0] + noise * N(0, 1 / D) in every NextN layer.
 
-    Where there are several streams, e_proj and h_proj are the halves of eh_proj.
+    Where there are several streams, e_proj and h_proj are the halves of eh_proj. The bias of DSpark stages is
+    twice as loud as the head, which knows the token of row 0 alone, and its noise is relative to that.
     """
+    if isinstance(params.drafter, BlockHead) and params.drafter.markov is not None:
+        markov = params.drafter.markov
+        previous = _generator(seed, "previous").standard_normal(markov.previous.shape, np.float32)
+        previous /= np.linalg.norm(previous, axis=1, keepdims=True)
+        random = _generator(seed, "noise markov").standard_normal(previous.shape, np.float32)
+        random *= np.float32(noise / math.sqrt(previous.shape[1]))
+        np.add.at(random, chain(cfg, seed), previous)
+        random *= np.float32(2 * _HEAD_SIGNAL * math.sqrt(cfg.hidden_size))
+        kinds = markov.previous.dtype, markov.following.dtype
+        own = Markov(jnp.asarray(previous, kinds[0]), jnp.asarray(random, kinds[1]))
+        return replace(params, drafter=replace(params.drafter, markov=own))
 
     def rig(k: int, p: NextN) -> NextN:
         hidden = p.merge.shape[0]
@@ -289,7 +320,7 @@ def tune(
     given = random_prompts(cfg, prompts, 8, seed)
 
     def acceptance(noise: float) -> float:
-        local_runner(engine).take(with_noise(params, noise, seed))
+        local_runner(engine).take(with_noise(cfg, params, noise, seed))
         runs = [r.progress.speculation for r in complete(engine, given, max_tokens)]
         return sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1
 

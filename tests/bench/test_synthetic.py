@@ -1,6 +1,7 @@
 """Rigged checkpoints do what they promise, and the measurements built on them count correctly."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -22,13 +23,14 @@ from mtp_jax.bench.synthetic import (
     with_noise,
 )
 from mtp_jax.checkpoint import load
+from mtp_jax.checkpoint.head import stages_config
 from mtp_jax.commands import cli
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import param_specs
-from tests.v4 import v4_config
+from tests.v4 import DSPARK, v4_config
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -88,7 +90,7 @@ def test_tuned_noise_gives_the_acceptance_asked_for_and_greedy_text_is_the_chain
     other_prompts = random_prompts(CFG, 16, 8, seed=9)
 
     def acceptance(noise):
-        local_runner(engine).take(with_noise(params, noise, seed=1))
+        local_runner(engine).take(with_noise(CFG, params, noise, seed=1))
         requests = complete(engine, other_prompts, 48)
         for r in requests:
             assert r.progress.output == following[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
@@ -123,7 +125,8 @@ def test_presets_have_200_million_parameters_and_24_layers(name):
 
 
 def test_the_preset_of_v4_has_layers_of_every_kind_and_is_written_and_read(tmp_path):
-    found = preset("v4").config
+    found, staged = preset("v4").config, preset("v4-dspark").config
+    assert staged.with_nextn((True,)) == replace(found, drafter=staged.drafter)
     size = sum(int(np.prod(s.shape)) for s in jax.tree.leaves(param_specs(found)))
     assert 110e6 < size < 130e6
     assert found.compressed is not None
@@ -138,6 +141,25 @@ def test_the_preset_of_v4_has_layers_of_every_kind_and_is_written_and_read(tmp_p
     jax.tree.map(np.testing.assert_array_equal, loaded.params, rigged)
     table = np.asarray(rigged.layers[0].mlp.by_token)
     assert all(len({*row}) == V4.num_experts_per_tok for row in table.tolist())
+
+
+@pytest.mark.slow
+def test_rigged_stages_draft_the_chain():
+    """Without noise every draft comes true, with noise some; three of a block's four are verified."""
+    trunk = V4.with_nextn(())
+    said = {**DSPARK, "dspark_noise_token_id": 5, "dspark_target_layer_ids": [0, 1]}
+    cfg = replace(trunk, drafter=stages_config(said, trunk, 2))
+    params, lengths = rigged_params(cfg, 0.0), []
+    sizes = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, max_model_len=64, page_size=128)
+    engine = local_engine(cfg, params, sizes)
+    for noise in (0.0, 2.0):
+        local_runner(engine).take(with_noise(cfg, params, noise))
+        requests = complete(engine, random_prompts(cfg, 4, 8), 40)
+        for r in requests:
+            assert r.progress.output == chain(cfg)[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
+        runs = [r.progress.speculation for r in requests]
+        lengths.append(sum(s.accepted for s in runs) / sum(s.steps for s in runs) + 1)
+    assert lengths[0] > 3.5 > lengths[1] > 1.2
 
 
 def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):
@@ -167,7 +189,7 @@ def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):
 @pytest.mark.slow
 def test_an_acceptance_that_no_noise_gives_is_refused(monkeypatch):
     calm = synthetic.with_noise
-    monkeypatch.setattr(synthetic, "with_noise", lambda params, noise, seed=0: calm(params, 0.0, seed))
+    monkeypatch.setattr(synthetic, "with_noise", lambda cfg, params, _, seed=0: calm(cfg, params, 0.0, seed))
     with pytest.raises(ConfigError, match=r"2.0 at depth 3 is out of reach .*: the nearest is 4\.000"):
         tune(CFG, 2.0, depth=3, prompts=2, max_tokens=12)
 

@@ -89,7 +89,7 @@ def test_the_synthetic_model_speaks_its_chain_and_drafts_it():
     engine, lengths = engine_of(CFG, params), []
     for noise in (0.0, 2.0):
         engine.flush_prefix_cache()
-        local_runner(engine).take(with_noise(params, noise))
+        local_runner(engine).take(with_noise(CFG, params, noise))
         requests = serve(engine, jobs(254, 119), exactly=not lengths, compiled=bool(lengths))
         for r in requests:
             assert r.progress.output == following[[r.prompt[-1], *r.progress.output[:-1]]].tolist()
