@@ -30,6 +30,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.model.config import CompressedConfig, HyperConfig, ModelConfig
 from mtp_jax.model.head_config import StagesConfig
+from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import BlockHead, Markov, NextN, Params, Spec, dtype_of, param_specs
 
 # All blocks together add this much to the residual stream, relative to the embedding they start from.
@@ -367,6 +368,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.depth is not None and args.tune is None:
             raise ConfigError("--depth has no effect without --tune; add that, or leave it out")
         chosen = preset(args.preset) if args.preset else None
+        if args.config and any(key.startswith("dspark_") for key in read_json(args.config)):
+            raise ConfigError(
+                f"{args.config} declares DSpark stages, which --config does not make; leave the dspark_ keys "
+                "out, or take --preset v4-dspark"
+            )
         cfg = chosen.config if chosen else ModelConfig.from_file(args.config)
         noise = args.noise if args.noise is not None else chosen.noise if chosen else None
         if args.tune is not None:

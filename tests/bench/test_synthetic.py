@@ -172,6 +172,10 @@ def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CFG.to_dict()))
     assert main(["--config", str(tmp_path / "config.json"), "--out", str(tmp_path)]) == 1
     assert "--noise or --tune" in capsys.readouterr().err
+    (tmp_path / "stages.json").write_text(json.dumps(CFG.to_dict() | {"dspark_block_size": 4}))
+    given = ["--config", str(tmp_path / "stages.json"), "--noise", "1", "--out", str(tmp_path)]
+    assert main(given) == 1
+    assert "declares DSpark stages, which --config does not make" in capsys.readouterr().err
     assert main(["--preset", "dense", "--seed", "-1", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "error: --seed -1; expected 0 or more\n"
     for given, message in (
