@@ -78,7 +78,7 @@ def preset(name: str) -> Preset:
     if name == "v4":
         return Preset("6 layers of DeepSeek-V4, 0.5 GB in float32", _v4(), noise=4.4925)
     if name == "v4-dspark":
-        return Preset("the same with two DSpark stages in the place of MTP", _v4_dspark(), noise=1.0)
+        return Preset("the same with two DSpark stages in the place of MTP", _v4_dspark(), noise=1.8674)
     raise ConfigError(f"preset {name!r} is unknown; expected {' or '.join(map(repr, PRESETS))}")
 
 

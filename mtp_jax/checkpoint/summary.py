@@ -133,9 +133,10 @@ def _head(head: Head) -> str:
 
 def _compressed(c: CompressedConfig) -> str:
     """The kinds of DeepSeek-V4's layers."""
-    chosen, whole = (f"{c.ratios.count(ratio)} layers" for ratio in (4, 128))
+    chosen, whole = (c.ratios.count(ratio) for ratio in (4, 128))
     return (
-        f"the last {c.window} tokens; {chosen} add {c.topk:,} entries of 4 tokens, {whole} all entries of 128"
+        f"the last {c.window} tokens; in {chosen} of {len(c.ratios)} layers {c.topk:,} entries of 4 tokens, "
+        f"in {whole} all entries of 128"
     )
 
 
