@@ -278,7 +278,7 @@ def test_a_summary_of_tensors(plain: Path, dspark: Path, tmp_path: Path):
     assert summary.weight_bytes["fp4 and fp8"] == nbytes(kept)
     assert summary.weight_bytes["float32"] == nbytes(load(fp4, narrow="dequantise").params)
     assert summary.weight_bytes_on_cpu == nbytes(load(fp4, narrow="keep").params)
-    text = "the last 16 tokens; in 1 of 4 layers 6 entries of 4 tokens, in 1 all entries of 128"
+    text = "the last 16 tokens; in 1 of 2 layers 6 entries of 4 tokens, in 1 all entries of 128"
     assert text in summary.text()
     staged = summarise(dspark)
     assert (staged.nextn_layout, staged.parameters) == ("DSpark stages", whole.parameters)
