@@ -205,7 +205,7 @@ def test_warm_up_prepares_and_serves_nothing(llm, monkeypatch):
 
 def test_kernels_without_a_gpu_are_refused_before_weights_are_read(monkeypatch):
     monkeypatch.setattr("mtp_jax.checkpoint.load", lambda *_, **__: pytest.fail("weights were read"))
-    with pytest.raises(ConfigError, match="found cpu: --kernels auto or xla"):
+    with pytest.raises(ConfigError, match="found cpu; take kernels=auto or kernels=xla"):
         LLM(golden.model_dir("rigged"), kernels="mosaic_gpu")
 
 

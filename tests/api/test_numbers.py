@@ -64,7 +64,7 @@ def test_logprobs_are_those_of_score(llm):
 def test_score_computes_by_the_kernels_that_are_chosen(monkeypatch):
     monkeypatch.setattr("mtp_jax.model.backend.is_hopper", lambda: True)
     insisting = LLM(golden.model_dir("rigged"), kernels="mosaic_gpu")
-    with pytest.raises(ConfigError, match=r"float32.*kernels='auto' or 'xla'"):
+    with pytest.raises(ConfigError, match=r"float32.*take kernels=auto or kernels=xla"):
         insisting.score(PROMPT)
 
 

@@ -145,7 +145,7 @@ def test_an_embedding_of_its_own():
 
 def test_kernels_that_must_attend_refuse_it():
     cfg, params = loaded("dflash").config, loaded("dflash").params
-    with pytest.raises(ConfigError, match="grouped-query attention has no kernel: --kernels auto"):
+    with pytest.raises(ConfigError, match="grouped-query attention has no kernel; take kernels=auto"):
         first_block(params, cfg, mosaic_gpu(strict=True))
     got = first_block(params, cfg, mosaic_gpu())
     np.testing.assert_allclose(got, first_block(params, cfg, ON), rtol=0, atol=1e-5)

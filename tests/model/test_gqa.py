@@ -97,7 +97,7 @@ def test_an_fp8_row_is_rounded_head_by_head():
 def test_kernels_that_must_attend_refuse_it():
     layer, x = rigged(CFG).layers[0], normal(B, T, CFG.hidden_size)
     angles = rope_angles(CFG, jnp.broadcast_to(jnp.arange(T), (B, T)))
-    with pytest.raises(ConfigError, match="grouped-query attention has no kernel: --kernels auto"):
+    with pytest.raises(ConfigError, match="grouped-query attention has no kernel; take kernels=auto"):
         mosaic_gpu(strict=True).before_attention(layer, CFG, x, angles, None, ())
     left = mosaic_gpu().before_attention(layer, CFG, x, angles, None, ())
     right = xla().before_attention(layer, CFG, x, angles, None, ())

@@ -215,7 +215,7 @@ def test_kernels_attend_to_the_rows_of_each_token(monkeypatch):
 
 def test_kernels_that_must_attend_have_no_mask():
     cache, only = LayerCache(normal(9, SIZE, CFG.latent_dim)), jnp.ones((B, W, COLUMNS * SIZE), bool)
-    with pytest.raises(ConfigError, match=r"a choice among rows .* has no kernel: --kernels auto"):
+    with pytest.raises(ConfigError, match=r"a choice among rows .* has no kernel; take kernels=auto"):
         mosaic_gpu(strict=True).latent.attend(queries(), ups(), paged(cache, view(), only), 0.3)
 
 

@@ -103,5 +103,5 @@ def test_narrow_weights_are_used_as_they_are(tmp_path: Path):
 
 def test_kernels_that_must_attend_refuse_them():
     found = v4.loaded(CONFIG, v4.v4_tensors(CONFIG))
-    with pytest.raises(ConfigError, match="compressed attention has no kernel: --kernels auto"):
+    with pytest.raises(ConfigError, match="compressed attention has no kernel; take kernels=auto"):
         blocks(found.params, found.config, mosaic_gpu(strict=True))
