@@ -26,6 +26,7 @@ from mtp_jax.model.head_specs import DRAFT_HEAD
 from mtp_jax.model.spec import leaves, may_be_narrow
 from mtp_jax.model.specs import Params, nextn_copies, nextn_name, param_specs, trunk_names
 
+# An error has a hint for each layer whose ratio the tensors contradict: a few show the pattern.
 _MOST_HINTS = 5
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
 HEAD_EMBED = f"{DRAFT_HEAD}.embed_tokens.weight"

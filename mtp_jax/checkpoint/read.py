@@ -110,7 +110,7 @@ def load_plan(
 
 
 def _check_tables(specs: Params, plan: LoadPlan) -> None:
-    """Raises CheckpointError if a table of experts by token names one that the model does not have."""
+    """Check the tables of experts by token. Raises CheckpointError for a number that is no expert's."""
     experts = plan.config.n_routed_experts
     for layer in specs.layers:
         if not isinstance(layer.mlp, Moe) or layer.mlp.by_token is None:

@@ -93,7 +93,7 @@ def test_experts_over_eight_devices(folder: Path, held: Arrays):
 
 @pytest.mark.usefixtures("held")
 def test_projections_over_two_devices(folder: Path, tmp_path: Path):
-    """In widths whose blocks divide; of other widths an error names the first."""
+    """Blocks of the weights divide over both; an error names the first weight whose blocks do not."""
     config = CONFIG | {"o_groups": 2, "o_lora_rank": 128, "moe_intermediate_size": 256}
     want, mesh = write_v4(tmp_path, config, v4_tensors(config), fp4=True), make_mesh(1, 2)
     split = load(tmp_path, narrow="keep", mesh=mesh)

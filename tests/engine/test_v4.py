@@ -84,7 +84,7 @@ def test_drafts_and_cached_pages_change_no_text(cfg: ModelConfig):
 
 
 def test_the_synthetic_model_speaks_its_chain_and_drafts_it():
-    """All drafts come true without noise, and with noise some, of the same text."""
+    """Every draft is accepted without noise, and some with noise; the text stays the chain."""
     params, following = rigged_params(CFG, 0.0), chain(CFG)
     engine, lengths = engine_of(CFG, params), []
     for noise in (0.0, 2.0):

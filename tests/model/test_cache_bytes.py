@@ -1,4 +1,4 @@
-"""Bytes that are computed of a cache are those that a state has."""
+"""The bytes that a configuration computes of its cache are the bytes of a real state."""
 
 import jax
 import pytest

@@ -90,7 +90,7 @@ def in_use(caches: Caches, length: np.ndarray) -> list[np.ndarray]:
             for pages in jax.tree.leaves(layer.pages.entries):
                 rows = np.asarray(pages)[table].reshape(COLUMNS * SIZE // ratio, -1)
                 found.append(rows[: tokens // ratio])
-            # Of the page's tokens: the window's, and these of which an entry that is not whole may be made.
+            # A slot has values of the page's tokens: of the window, and of an entry that is not whole yet.
             window, entry = tokens - (CONFIG["sliding_window"] - 1), tokens
             if ratio:
                 entry = tokens // ratio * ratio - (ratio if ratio == 4 else 0)
@@ -103,7 +103,7 @@ def in_use(caches: Caches, length: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rejected_drafts_leave_no_trace(fp8: bool):
-    """States and hidden states are bit for bit those of windows without drafts, and those of whole passes.
+    """States and hidden states equal the same of windows without drafts bit for bit, and whole passes nearly.
 
     FP8 rows are other rows, so that other entries are chosen now and then.
     """
