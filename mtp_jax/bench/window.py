@@ -51,7 +51,7 @@ class Cached:
 
 def _shapes(cfg: ModelConfig, dtype: str) -> State:
     count = _ROWS // _PAGE_SIZE
-    shape = StateShape(1, count, _PAGE_SIZE, count, dtype, window=MAX_DRAFTS + 1)
+    shape = StateShape(1, count, _PAGE_SIZE, count, dtype)
     return abstract_state(trunk.Model(cfg), Nothing(cfg.vocab_size), shape)
 
 

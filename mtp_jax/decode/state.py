@@ -20,6 +20,7 @@ from mtp_jax.decode.arrays import SamplingState, SlotRow
 from mtp_jax.decode.expert_counts import ExpertCounts
 from mtp_jax.model.cache import WindowCache
 from mtp_jax.model.trunk import Caches
+from mtp_jax.model.visible import MAX_AHEAD
 
 Tree = TypeVar("Tree")
 
@@ -122,7 +123,7 @@ class StateShape:
 
     ``pages`` are per data shard and can be handed out; each shard has one more (spare) for padding.
     ``dtype``: the cache's; ``fp8``: latents are in e4m3 instead. ``window``: most tokens of a slot that a
-    step verifies.
+    step verifies, for which a cache keeps room; the widest window that there is, unless it is narrower.
     """
 
     slots: int
@@ -131,7 +132,7 @@ class StateShape:
     columns: int
     dtype: str = "float32"
     fp8: bool = False
-    window: int = 1
+    window: int = MAX_AHEAD + 1
 
 
 Which = int | Int[Array, " G"]
