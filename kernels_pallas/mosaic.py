@@ -62,6 +62,8 @@ WGMMA_ROWS = 64
 _JAX_0_11 = hasattr(plgpu, "InterpretGPUParams")
 # Widest shared-memory row that a tensor-core operand of 128-byte swizzle has.
 SWIZZLE = 128
+# Bytes of shared memory that one thread block of a Hopper GPU can have.
+SHARED = 232448
 
 
 def operand_tiles(dtype: DTypeLike) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:

@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 
 from kernels_pallas.deviceless.report import Kernel
+from kernels_pallas.mosaic import SHARED
 
 FILE = Path(__file__).with_name("budget.toml")
-# Shared memory that one thread block of a Hopper GPU can have.
-SHARED = 232448
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels_pallas.mla_prefill import mosaic_gpu, reference
+from kernels_pallas.mla_prefill.sizes import KEYS, QUERIES, ROPE, key_widths, value_widths
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Described, Implementation, need
 from kernels_pallas.visible import Window
 
 # Rows whose keys and values are in memory at a time; for a slot's 128 heads they take 0.5 GB in bfloat16.
 BLOCK = 8192
+# The kernel's rows are a multiple of these, whatever the keys of its steps are.
+_ROWS = max(KEYS)
 
 
 def mla_prefill(
@@ -50,7 +53,7 @@ def mla_prefill(
     """
     length, rank = rows.shape[1], k_up.shape[-1]
     rows = jnp.where(visible.seen(length)[..., None], rows, 0)
-    size = min(block, length + -length % mosaic_gpu.KEYS)
+    size = min(block, length + -length % _ROWS)
     rows = jnp.pad(rows, ((0, 0), (0, -length % size), (0, 0)))
 
     def part(i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
@@ -90,7 +93,8 @@ def attend(
         v: [B, L, N, v]; finite likewise.
         visible: rows that each query sees: a chain, its rows numbered within the block.
         scale: factor of the scores before the softmax.
-        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, h 128, R 64 and v 128.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, R 64, and h and v that are multiples of 64,
+            v at most h + 64, for which shared memory has room: see `sizes.value_widths`.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -110,10 +114,10 @@ def attend(
         return jnp.pad(x, ((0, 0), (0, -x.shape[1] % to), *((0, 0),) * (x.ndim - 2)))
 
     out, lse = mosaic_gpu.mla_prefill(
-        filled(q, mosaic_gpu.QUERIES),
-        filled(k, mosaic_gpu.KEYS),
-        filled(k_rope, mosaic_gpu.KEYS),
-        filled(v, mosaic_gpu.KEYS),
+        filled(q, QUERIES),
+        filled(k, _ROWS),
+        filled(k_rope, _ROWS),
+        filled(v, _ROWS),
         bounds(visible, k.shape[1]),
         scale=scale,
         interpret=interpret,
@@ -142,10 +146,12 @@ def merge(
 
 def check(q: Described, k: Described, k_rope: Described, v: Described) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
+    own, shared = k.shape[-1], k_rope.shape[-1]
     need(
         "mla_prefill",
         ("the set of dtypes", {str(x.dtype) for x in (q, k, k_rope, v)}, ({"bfloat16"},)),
-        ("width of a query", q.shape[-1], (mosaic_gpu.NOPE + mosaic_gpu.ROPE,)),
-        ("width of the shared key", k_rope.shape[-1], (mosaic_gpu.ROPE,)),
-        ("width of a value", v.shape[-1], (mosaic_gpu.VALUE,)),
+        ("width of the shared key", shared, (ROPE,)),
+        ("width of a head's own key", own, key_widths()),
+        ("width of a query", q.shape[-1], (own + shared,)),
+        (f"width of a value beside keys of {own} + {shared}", v.shape[-1], value_widths(own)),
     )

@@ -11,18 +11,21 @@ from jaxtyping import PyTree
 from kernels_pallas.checking.case import Case, Inputs, Operation, Plan, Work
 from kernels_pallas.mla_prefill import bench, reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
-from kernels_pallas.mla_prefill.mosaic_gpu import KEYS, NOPE, QUERIES, ROPE, VALUE
+from kernels_pallas.mla_prefill.sizes import QUERIES, ROPE, Sizes
 from kernels_pallas.visible import Window, chain
 
 RANK = 512
-SCALE = (NOPE + ROPE) ** -0.5
+# Widths of DeepSeek-V3's keys and values, and of GLM-4.7-Flash's and GLM-5's.
+DEEPSEEK, GLM = Sizes(128, 128), Sizes(192, 256)
 
 
 @dataclass(frozen=True)
 class Shape:
     """A chunk of ``queries`` tokens per slot, of which ``counts`` count, after ``history`` rows.
 
-    ``block``: expand the rows from latents, ``block`` at a time; None: one block of given keys and values.
+    Attributes:
+        block: expand the rows from latents, ``block`` at a time; None: one block of given keys and values.
+        sizes: widths of a head.
     """
 
     heads: int
@@ -31,6 +34,12 @@ class Shape:
     history: tuple[int, ...]
     begin: int = 0
     block: int | None = None
+    sizes: Sizes = DEEPSEEK
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return self.sizes.query**-0.5
 
     @property
     def rows(self) -> int:
@@ -45,6 +54,11 @@ def shapes() -> dict[str, Shape]:
         "small-ragged": Shape(2, 130, (129, 1, 0), (0, 127, 5)),
         "small-history": Shape(1, 64, (64, 33), (256, 191), begin=2),
         "small-blocks": Shape(2, 70, (70, 60), (129, 300), block=128),
+        "small-glm-causal": Shape(1, 200, (200,), (0,), sizes=GLM),
+        "small-glm-ragged": Shape(2, 130, (129, 1, 0), (0, 127, 5), sizes=GLM),
+        "small-glm-history": Shape(1, 64, (64, 33), (256, 191), begin=2, sizes=GLM),
+        "small-glm-blocks": Shape(2, 70, (70, 60), (129, 300), block=128, sizes=GLM),
+        "small-widest-key": Shape(1, 70, (70,), (100,), sizes=Sizes(320, 64)),
     }
     real = {
         "heads128-chunk4k": Shape(128, 4096, (4096,), (0,)),
@@ -52,6 +66,11 @@ def shapes() -> dict[str, Shape]:
         "heads16-chunk8k": Shape(16, 8192, (8192,), (0,)),
         "heads16-chunk1k-ragged": Shape(16, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6143)),
         "heads16-chunk1k-history32k-blocks": Shape(16, 1024, (1024,), (32768,), block=8192),
+        "glm-heads20-chunk4k": Shape(20, 4096, (4096,), (0,), sizes=GLM),
+        "glm-heads20-chunk1k-ragged": Shape(20, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6143), sizes=GLM),
+        "glm-heads20-chunk1k-history32k-blocks": Shape(20, 1024, (1024,), (32768,), block=8192, sizes=GLM),
+        "glm-heads64-chunk4k": Shape(64, 4096, (4096,), (0,), sizes=GLM),
+        "glm-heads64-chunk1k-history8k": Shape(64, 1024, (1024,), (8192,), sizes=GLM),
     }
     return small | real
 
@@ -59,11 +78,11 @@ def shapes() -> dict[str, Shape]:
 def case(name: str, shape: Shape) -> Case:
     """The case of one shape; a single block has sums of exponentials, too."""
     if shape.block is None:
-        kernel = partial(attend, scale=SCALE, implementation="mosaic_gpu")
-        oracle, ways = partial(reference.attend, scale=SCALE), (bench.xla, bench.cudnn)
+        kernel = partial(attend, scale=shape.scale, implementation="mosaic_gpu")
+        oracle, ways = partial(reference.attend, scale=shape.scale), (bench.xla, bench.cudnn)
     else:
-        kernel = partial(mla_prefill, scale=SCALE, implementation="mosaic_gpu", block=shape.block)
-        oracle, ways = partial(mla_prefill, scale=SCALE, implementation="xla", block=shape.rows), ()
+        kernel = partial(mla_prefill, scale=shape.scale, implementation="mosaic_gpu", block=shape.block)
+        oracle, ways = partial(mla_prefill, scale=shape.scale, implementation="xla", block=shape.rows), ()
     return Case(
         name=f"mla_prefill/{name}",
         inputs=partial(expanded if shape.block is None else latent, shape),
@@ -71,7 +90,7 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(counted, oracle),
         work=work(shape),
         plan=plan(shape),
-        baselines={way.__name__: partial(way, scale=SCALE) for way in ways},
+        baselines={way.__name__: partial(way, scale=shape.scale) for way in ways},
     )
 
 
@@ -91,24 +110,26 @@ def rows_seen(shape: Shape) -> Window:
 
 def expanded(shape: Shape, key: jax.Array) -> Inputs:
     """Queries, keys of each head and the shared one, values, rows seen."""
-    slots, length = len(shape.counts), shape.rows
-    of_rows = slots, length, shape.heads
-    sizes = (slots, shape.queries, shape.heads, NOPE + ROPE), (*of_rows, NOPE), (slots, length, ROPE)
-    arrays = [
-        normal(k, s) for k, s in zip(jax.random.split(key, 4), (*sizes, (*of_rows, VALUE)), strict=True)
-    ]
+    rows, own = (len(shape.counts), shape.rows), shape.sizes
+    sizes = (
+        (len(shape.counts), shape.queries, shape.heads, own.query),
+        (*rows, shape.heads, own.key),
+        (*rows, ROPE),
+        (*rows, shape.heads, own.value),
+    )
+    arrays = [normal(k, s) for k, s in zip(jax.random.split(key, 4), sizes, strict=True)]
     return *arrays, rows_seen(shape)
 
 
 def latent(shape: Shape, key: jax.Array) -> Inputs:
     """Queries, cached rows with NaN where no query sees them, expansions to keys and values, rows seen."""
     slots, length, visible = len(shape.counts), shape.rows, rows_seen(shape)
-    keys = jax.random.split(key, 4)
-    q = normal(keys[0], (slots, shape.queries, shape.heads, NOPE + ROPE))
+    keys, own = jax.random.split(key, 4), shape.sizes
+    q = normal(keys[0], (slots, shape.queries, shape.heads, own.query))
     rows = normal(keys[1], (slots, length, RANK + ROPE))
     rows = jnp.where(jnp.arange(length)[:, None] < visible.end()[:, None, None], rows, jnp.nan)
-    k_up = normal(keys[2], (shape.heads, NOPE, RANK)) * RANK**-0.5
-    v_up = normal(keys[3], (shape.heads, VALUE, RANK)) * RANK**-0.5
+    k_up = normal(keys[2], (shape.heads, own.key, RANK)) * RANK**-0.5
+    v_up = normal(keys[3], (shape.heads, own.value, RANK)) * RANK**-0.5
     return q, rows, k_up, v_up, visible
 
 
@@ -119,12 +140,13 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def plan(shape: Shape) -> Plan:
     """A thread block multiplies its queries of a head with the keys up to its last query, on average."""
+    step, width = shape.sizes.keys, shape.sizes.query + shape.sizes.value
     blocks = [
-        -(-(h + min(q + QUERIES, c) - shape.begin) // KEYS) * KEYS
+        -(-(h + min(q + QUERIES, c) - shape.begin) // step) * step
         for c, h in zip(shape.counts, shape.history, strict=True)
         for q in range(0, c, QUERIES)
     ]
-    keys, width = sum(blocks) / len(blocks), NOPE + ROPE + VALUE
+    keys = sum(blocks) / len(blocks)
     return Plan(len(blocks) * shape.heads, 2 * width * (keys + QUERIES), 2 * QUERIES * keys * width)
 
 
@@ -134,9 +156,10 @@ def work(shape: Shape) -> Work:
         c * h + c * (c + 1) // 2 - c * shape.begin for c, h in zip(shape.counts, shape.history, strict=True)
     )
     rows = sum(c + h for c, h in zip(shape.counts, shape.history, strict=True))
-    flops = 2 * shape.heads * pairs * (NOPE + ROPE + VALUE)
-    moved = sum(shape.counts) * shape.heads * (NOPE + ROPE + VALUE)
+    own, heads = shape.sizes, shape.heads
+    flops = 2 * heads * pairs * (own.query + own.value)
+    moved, expanded = sum(shape.counts) * heads * (own.query + own.value), own.key + own.value
     if shape.block is None:
-        return Work(flops, 2 * (moved + rows * (shape.heads * (NOPE + VALUE) + ROPE)), "bf16")
-    flops += 2 * rows * shape.heads * RANK * (NOPE + VALUE)
-    return Work(flops, 2 * (moved + rows * (RANK + ROPE) + shape.heads * RANK * (NOPE + VALUE)), "bf16")
+        return Work(flops, 2 * (moved + rows * (heads * expanded + ROPE)), "bf16")
+    flops += 2 * rows * heads * RANK * expanded
+    return Work(flops, 2 * (moved + rows * (RANK + ROPE) + heads * RANK * expanded), "bf16")

@@ -1,8 +1,9 @@
-"""Causal attention at head dimensions 192 and 128 for Hopper.
+"""Causal attention with keys and values expanded, for Hopper.
 
 A thread block owns 128 queries of one head, 64 for each of two compute warpgroups, and walks over the keys in
-blocks of 128; a third warpgroup copies. Probabilities are multiplied from shared memory, not from registers:
-ptxas before 13.3 may reuse the registers of a running product (github.com/triton-lang/triton/issues/9433).
+blocks of 128, or of 64 where heads are wide; a third warpgroup copies. Probabilities are multiplied from shared
+memory, not from registers: ptxas before 13.3 may reuse the registers of a running product
+(github.com/triton-lang/triton/issues/9433).
 """
 
 import jax
@@ -11,16 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter, Ref, Warpgroup, operand_tiles, per_row
+from kernels_pallas.mla_prefill.sizes import COMPUTE, PART, QUERIES, ROPE, ROWS, STAGES, Sizes
+from kernels_pallas.mosaic import Interpreter, Ref, Warpgroup, operand_tiles, per_row
 
-NOPE, ROPE, VALUE = 128, 64, 128
-ROWS = WGMMA_ROWS
-COMPUTE = 2  # warpgroups
-QUERIES = COMPUTE * ROWS  # of a thread block
-KEYS = 128  # of a step
-STAGES = 2
-# Columns of probabilities in shared memory at a time: half of a step's.
-PART = KEYS // 2
 LOG2E = 1.4426950408889634
 
 # The maximum of no scores; finite, so that differences of it are not NaN.
@@ -46,19 +40,21 @@ def mla_prefill(
     """Attention of every query over one block of rows.
 
     Args:
-        q: [B, T, N, 192] bf16, T a multiple of 128.
-        k: [B, L, N, 128] bf16, L a multiple of 128. Rows that no query sees must be finite.
-        k_rope: [B, L, 64] bf16, shared by the heads.
-        v: [B, L, N, 128] bf16.
+        q: [B, T, N, h + R] bf16, T a multiple of 128.
+        k: [B, L, N, h] bf16, L a multiple of 128. Rows that no query sees must be finite.
+        k_rope: [B, L, R] bf16, shared by the heads.
+        v: [B, L, N, v] bf16.
         limits: [4, B] int32: queries that count; b, d and e: query t sees the rows from b up to d + t, only
             below e.
         scale: factor of the scores.
         interpret: parameters of Pallas' interpreter, or None.
 
     Returns:
-        Outputs [B, T, N, 128] bf16 and log2 of their sums of exponentials, [B, N, T] float32.
+        Outputs [B, T, N, v] bf16 and log2 of their sums of exponentials, [B, N, T] float32.
     """
     slots, length, heads, _ = q.shape
+    sizes = Sizes(k.shape[-1], v.shape[-1])
+    keys, width = sizes.keys, sizes.value
     wg = Warpgroup(interpreted=interpret is not None)
 
     def kernel(
@@ -72,20 +68,20 @@ def mla_prefill(
         count, begin = limits_ref[COUNT, slot], limits_ref[BEGIN, slot]
         diagonal, end = limits_ref[DIAGONAL, slot], limits_ref[END, slot]
         seen = jnp.minimum(end, diagonal + jnp.minimum(count, (tile + 1) * QUERIES))
-        steps = jnp.where(tile * QUERIES < count, lax.div(jnp.maximum(seen, 0) + (KEYS - 1), KEYS), 0)
+        steps = jnp.where(tile * QUERIES < count, lax.div(jnp.maximum(seen, 0) + (keys - 1), keys), 0)
 
         def copy() -> None:
             for half in range(COMPUTE):
                 mine = pl.ds(tile * QUERIES + half * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(
-                    q_ref.at[slot, mine, head, pl.ds(0, NOPE)], q_s.at[half], q_ready.at[half]
+                    q_ref.at[slot, mine, head, pl.ds(0, sizes.key)], q_s.at[half], q_ready.at[half]
                 )
                 plgpu.copy_gmem_to_smem(
-                    q_ref.at[slot, mine, head, pl.ds(NOPE, ROPE)], q_rope_s.at[half], q_ready.at[half]
+                    q_ref.at[slot, mine, head, pl.ds(sizes.key, ROPE)], q_rope_s.at[half], q_ready.at[half]
                 )
 
             def step(i: jax.Array, _: None) -> None:
-                stage, rows = lax.rem(i, STAGES), pl.ds(i * KEYS, KEYS)
+                stage, rows = lax.rem(i, STAGES), pl.ds(i * keys, keys)
                 pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(k_freed.at[stage]))
                 plgpu.copy_gmem_to_smem(k_ref.at[slot, rows, head], k_s.at[stage], k_ready.at[stage])
                 plgpu.copy_gmem_to_smem(rope_ref.at[slot, rows], k_rope_s.at[stage], k_ready.at[stage])
@@ -105,8 +101,8 @@ def mla_prefill(
             last = diagonal + tile * QUERIES + half * ROWS  # last row that the first query sees
 
             def masked(i: jax.Array, s: jax.Array) -> jax.Array:
-                row = wg.iota((ROWS, KEYS), 1) + i * KEYS
-                seen = (row >= begin) & (row < end) & (row <= wg.iota((ROWS, KEYS), 0) + last)
+                row = wg.iota((ROWS, keys), 1) + i * keys
+                seen = (row >= begin) & (row < end) & (row <= wg.iota((ROWS, keys), 0) + last)
                 return jnp.where(seen, s, -jnp.inf)
 
             def step(i: jax.Array, carry: Carry) -> Carry:
@@ -114,21 +110,21 @@ def mla_prefill(
                 stage = lax.rem(i, STAGES)
                 plgpu.barrier_wait(k_ready.at[stage])
                 s = wg.product(
-                    (ROWS, KEYS),
+                    (ROWS, keys),
                     lambda: (q_s.at[half], k_s.at[stage]),
                     lambda: (q_rope_s.at[half], k_rope_s.at[stage]),
                 )
                 plgpu.barrier_arrive(k_freed.at[stage])
                 s = s * (scale * LOG2E)
-                at_edge = ((i + 1) * KEYS > jnp.minimum(end, last + 1)) | (i * KEYS < begin)
+                at_edge = ((i + 1) * keys > jnp.minimum(end, last + 1)) | (i * keys < begin)
                 s = lax.cond(at_edge, lambda s: masked(i, s), lambda s: s, s)
                 new = jnp.maximum(peak, s.max(axis=1))
                 decay = jnp.exp2(peak - new)
-                probs = jnp.exp2(s - per_row(new, KEYS))
+                probs = jnp.exp2(s - per_row(new, keys))
                 total = total * decay + probs.sum(axis=1)
                 probs = probs.astype(q.dtype)
-                acc = acc * per_row(decay, VALUE)
-                for part in range(KEYS // PART):
+                acc = acc * per_row(decay, width)
+                for part in range(keys // PART):
                     columns = slice(part * PART, (part + 1) * PART)
                     probs_s[half, :, :] = probs[:, columns]
                     plgpu.commit_smem()
@@ -140,14 +136,19 @@ def mla_prefill(
                 return new, total, acc
 
             plgpu.barrier_wait(q_ready.at[half])
-            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0.0), wg.full((ROWS, VALUE), 0.0)
+            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0.0), wg.full((ROWS, width), 0.0)
             peak, total, acc = lax.fori_loop(0, steps, step, carry)
             total = jnp.maximum(total, 1e-30)
+            out = (acc * per_row(1 / total, width)).astype(q.dtype)
             # The queries are not read any more, so the output is stored through their memory.
-            q_s[half, :, :] = (acc * per_row(1 / total, VALUE)).astype(q.dtype)
+            memory = tuple(zip((q_s, q_rope_s), sizes.pieces(), strict=False))
+            for staged, columns in memory:
+                staged[half, :, : columns.stop - columns.start] = out[:, columns]
             lse_s[half, :] = peak + jnp.log2(total)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q_s.at[half], out_ref.at[slot, mine, head])
+            for staged, columns in memory:
+                there = pl.ds(0, columns.stop - columns.start)
+                plgpu.copy_smem_to_gmem(staged.at[half, :, there], out_ref.at[slot, mine, head, columns])
             plgpu.copy_smem_to_gmem(lse_s.at[half], lse_ref.at[slot, head, mine])
             plgpu.wait_smem_to_gmem(0)
 
@@ -170,16 +171,11 @@ def mla_prefill(
         kernel,
         kernel_name="mla_prefill",
         out_type=[
-            jax.ShapeDtypeStruct((slots, length, heads, VALUE), q.dtype),
+            jax.ShapeDtypeStruct((slots, length, heads, width), q.dtype),
             jax.ShapeDtypeStruct((slots, heads, length), jnp.float32),
         ],
         scratch_types=[
-            plgpu.SMEM((COMPUTE, ROWS, NOPE), q.dtype, transforms=tiles),
-            plgpu.SMEM((COMPUTE, ROWS, ROPE), q.dtype, transforms=tiles),
-            plgpu.SMEM((STAGES, KEYS, NOPE), q.dtype, transforms=tiles),
-            plgpu.SMEM((STAGES, KEYS, ROPE), q.dtype, transforms=tiles),
-            plgpu.SMEM((STAGES, KEYS, VALUE), q.dtype, transforms=tiles),
-            plgpu.SMEM((COMPUTE, ROWS, PART), q.dtype, transforms=tiles),
+            *(plgpu.SMEM(shape, q.dtype, transforms=tiles) for shape in sizes.operands(keys)),
             plgpu.SMEM((COMPUTE, ROWS), jnp.float32),
             plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=2),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
