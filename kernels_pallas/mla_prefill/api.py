@@ -93,8 +93,9 @@ def attend(
         v: [B, L, N, v]; finite likewise.
         visible: rows that each query sees: a chain, its rows numbered within the block.
         scale: factor of the scores before the softmax.
-        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, R 64, and h and v that are multiples of 64,
-            v at most h + 64, for which shared memory has room: see `sizes.value_widths`.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, R 64, and widths h and v that
+            `sizes.key_widths` and `sizes.value_widths` list: multiples of 64 with room in shared memory, v at
+            most 256.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:

@@ -59,6 +59,8 @@ def shapes() -> dict[str, Shape]:
         "small-glm-history": Shape(1, 64, (64, 33), (256, 191), begin=2, sizes=GLM),
         "small-glm-blocks": Shape(2, 70, (70, 60), (129, 300), block=128, sizes=GLM),
         "small-widest-key": Shape(1, 70, (70,), (100,), sizes=Sizes(320, 64)),
+        "small-widest-value": Shape(1, 70, (70,), (100,), sizes=Sizes(128, 256)),
+        "small-narrow-value": Shape(1, 70, (70,), (100,), sizes=Sizes(256, 128)),
     }
     real = {
         "heads128-chunk4k": Shape(128, 4096, (4096,), (0,)),

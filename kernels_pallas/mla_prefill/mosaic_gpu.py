@@ -1,8 +1,8 @@
 """Causal attention with keys and values expanded, for Hopper.
 
 A thread block owns 128 queries of one head, 64 for each of two compute warpgroups, and walks over the keys in
-blocks of 128, or of 64 where heads are wide; a third warpgroup copies. Probabilities are multiplied from shared
-memory, not from registers: ptxas before 13.3 may reuse the registers of a running product
+blocks of 128, or of 64 where heads are wide; a third warpgroup copies. Probabilities are multiplied from
+shared memory, not from registers: ptxas before 13.3 may reuse the registers of a running product
 (github.com/triton-lang/triton/issues/9433).
 """
 
@@ -140,15 +140,15 @@ def mla_prefill(
             peak, total, acc = lax.fori_loop(0, steps, step, carry)
             total = jnp.maximum(total, 1e-30)
             out = (acc * per_row(1 / total, width)).astype(q.dtype)
-            # The queries are not read any more, so the output is stored through their memory.
-            memory = tuple(zip((q_s, q_rope_s), sizes.pieces(), strict=False))
-            for staged, columns in memory:
-                staged[half, :, : columns.stop - columns.start] = out[:, columns]
+            # Queries and probabilities are not read any more, so the output is stored through their memory.
+            memory = zip((q_s, q_rope_s, probs_s), sizes.stored(), strict=True)
+            used = [(staged, columns) for staged, columns in memory if columns.stop > columns.start]
+            for staged, columns in used:
+                staged[half, :, :] = out[:, columns]
             lse_s[half, :] = peak + jnp.log2(total)
             plgpu.commit_smem()
-            for staged, columns in memory:
-                there = pl.ds(0, columns.stop - columns.start)
-                plgpu.copy_smem_to_gmem(staged.at[half, :, there], out_ref.at[slot, mine, head, columns])
+            for staged, columns in used:
+                plgpu.copy_smem_to_gmem(staged.at[half], out_ref.at[slot, mine, head, columns])
             plgpu.copy_smem_to_gmem(lse_s.at[half], lse_ref.at[slot, head, mine])
             plgpu.wait_smem_to_gmem(0)
 

@@ -1,6 +1,5 @@
 """Widths of a head's keys and values, and the shared memory that a thread block takes for them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
 from math import prod
@@ -31,7 +30,7 @@ class Sizes:
 
     Attributes:
         key: width of a head's own keys, h, a multiple of 64.
-        value: width of its values, v, a multiple of 64, at most ``key`` + ROPE.
+        value: width of its values, v, a multiple of 64.
     """
 
     key: int
@@ -63,17 +62,23 @@ class Sizes:
             (COMPUTE, ROWS, PART),
         )
 
-    def pieces(self) -> Iterator[slice]:
-        """Columns of the output that are stored through the memory of queries, and of their shared part."""
-        yield slice(0, min(self.key, self.value))
-        if self.value > self.key:
-            yield slice(self.key, self.value)
+    def stored(self) -> tuple[slice, ...]:
+        """Columns of the output in the memory of queries, of their shared part, and of probabilities.
+
+        The output is stored through this memory. A copy reads all of it: it is full, or has no column.
+        """
+        found, begin = [], 0
+        for width in (self.key, ROPE, PART):
+            end = begin + width if begin + width <= self.value else begin
+            found.append(slice(begin, end))
+            begin = end
+        return tuple(found)
 
 
 def value_widths(key: int) -> tuple[int, ...]:
     """Widths of values that the kernel takes beside keys of width ``key``."""
-    widths = range(PART, min(key + ROPE, _WIDEST) + 1, PART)
-    return tuple(value for value in widths if Sizes(key, value).fits(min(KEYS)))
+    sizes = (Sizes(key, value) for value in range(PART, _WIDEST + 1, PART))
+    return tuple(s.value for s in sizes if s.fits(min(KEYS)) and s.stored()[-1].stop == s.value)
 
 
 def key_widths() -> tuple[int, ...]:

@@ -183,8 +183,16 @@ def compile_layers(mesh: Mesh, layers: int, dump: Path, load: Load = DENSE) -> P
 def layers_of(
     mesh: Mesh, layers: int, on: Backend, form: Form = "absorbed", load: Load = DENSE
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The layers as a function to compile, and the shapes of its inputs."""
-    cfg, data = config(1 + layers, load.indexer, load.experts), mesh.shape["data"]
+    """DeepSeek-V3's MoE layers as a function to compile, and the shapes of its inputs."""
+    cfg = config(1 + layers, load.indexer, load.experts)
+    return moe_layers(cfg, abstract_params(cfg, mesh), mesh, on, form, load)
+
+
+def moe_layers(
+    cfg: ModelConfig, params: Params, mesh: Mesh, on: Backend, form: Form, load: Load
+) -> tuple[Any, tuple[Any, ...]]:
+    """The MoE layers of any such model as a function to compile, and the shapes of its inputs."""
+    own, data = params.layers[cfg.first_k_dense_replace :], mesh.shape["data"]
 
     def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, partition(axis)))
@@ -205,8 +213,7 @@ def layers_of(
             kept.append(mine)
         return x, kept
 
-    params = abstract_params(cfg, mesh).layers[1:]
-    return jax.jit(run, donate_argnums=4), (params, x, positions, table, (pages,) * layers)
+    return jax.jit(run, donate_argnums=4), (own, x, positions, table, (pages,) * len(own))
 
 
 # An instruction that yields a whole weight in a wider type: HLO names the type and shape of its result.

@@ -1,25 +1,33 @@
-"""A layer of DeepSeek-V3's dimensions chooses the kernels by itself when it is lowered for a Hopper GPU."""
+"""A layer of a released model's dimensions chooses the kernels by itself when it is lowered for a Hopper GPU."""
 
 import re
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import jax
 import pytest
 
-from mtp_jax.model.backend import backend
+from mtp_jax.model.backend import backend, mosaic_gpu
 from mtp_jax.model.mla import Form
+from mtp_jax.model.params import dtype_of, param_specs
 from mtp_jax.model.sharding import make_mesh
-from tests.kernels.compile_step import DENSE, LOADS, Load, layers_of
+from tests.kernels.compile_step import DENSE, LOADS, Load, config, layers_of, moe_layers
+
+# Fields in which GLM-4.7-Flash's config.json differs from DeepSeek-V3's; its weights are bfloat16.
+GLM_FLASH: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_attention_heads": 20,
+    "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
+    "vocab_size": 154880, "max_position_embeddings": 202752,
+}  # fmt: skip
 
 
-def kernels_in(
-    kind: str, wanted: Literal["auto", "xla"] = "auto", form: Form = "absorbed", load: Load = DENSE
-) -> int:
+def lowered(kind: str, function: Any, inputs: Any) -> int:
+    """Calls of kernels in a function that is lowered for a GPU of this kind."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        function, inputs = layers_of(make_mesh(1, 1), 1, backend(wanted), form, load)
-        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-        text = function.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+        text = function.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     return len(re.findall(r"@mosaic_gpu_v2\b", text))
 
 
