@@ -72,6 +72,7 @@ def shapes() -> dict[str, Shape]:
         "heads16-window4-batch1-32k": Shape(16, 4, (32768,)),
         "heads16-window2-batch8-1k": Shape(16, 2, (1024,) * 8),
         "heads20-window4-batch32-ragged8k": Shape(20, 4, ragged),
+        "heads24-window4-batch32-ragged8k": Shape(24, 4, ragged),
         "heads8-window1-batch1-1k": Shape(8, 1, (1024,)),
         "heads8-window8-batch64-16k": Shape(8, 8, (16384,) * 64),
         "fp8-heads128-window2-batch128-4k": Shape(128, 2, (4096,) * 128, fp8=True),

@@ -1,7 +1,9 @@
-"""A layer of a released model's dimensions chooses the kernels by itself when it is lowered for a Hopper GPU."""
+"""A layer of a released model's dimensions chooses its kernels when it is lowered for a Hopper GPU."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -22,13 +24,20 @@ GLM_FLASH: dict[str, Any] = {
 }  # fmt: skip
 
 
-def lowered(kind: str, function: Any, inputs: Any) -> int:
-    """Calls of kernels in a function that is lowered for a GPU of this kind."""
+def calls(kind: str, built: Callable[[], tuple[Any, tuple[Any, ...]]]) -> int:
+    """Kernels that a function calls which is built and lowered for a GPU of this kind."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-        text = function.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        function, inputs = built()
+        inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+        text = function.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     return len(re.findall(r"@mosaic_gpu_v2\b", text))
+
+
+def kernels_in(
+    kind: str, wanted: Literal["auto", "xla"] = "auto", form: Form = "absorbed", load: Load = DENSE
+) -> int:
+    return calls(kind, lambda: layers_of(make_mesh(1, 1), 1, backend(wanted), form, load))
 
 
 @pytest.mark.parametrize("form", ["absorbed", "naive"])
@@ -36,6 +45,18 @@ def test_kernels_are_chosen_on_hopper(form: Form):
     # Linear layers q_a, q_b, kv_a and o; attention; the choice of experts and the layout of their rows; two
     # products of the experts and two of the shared expert; three norms and the heads' results, quantised.
     assert kernels_in("NVIDIA H200", form=form) == 4 + 1 + 2 + 2 + 2 + 4
+
+
+@pytest.mark.parametrize("form", ["absorbed", "naive"])
+def test_a_layer_of_glm_flash_is_refused_no_kernel(form: Form):
+    cfg = replace(config(2), **GLM_FLASH)
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype_of(spec, cfg.dtype)), param_specs(cfg)
+    )
+    on, load = mosaic_gpu(strict=True), Load(8, 1024)
+    built = partial(moe_layers, cfg, params, make_mesh(1, 1), on, form, load)
+    # Attention, absorbed in parts that a second kernel merges; choice and layout; two products of experts.
+    assert calls("NVIDIA H200", built) == {"absorbed": 2, "naive": 1}[form] + 2 + 2
 
 
 def test_rows_that_tokens_chose_are_attended_to_by_a_kernel():

@@ -11,42 +11,44 @@ import pytest
 
 from kernels_pallas.mla_prefill.api import attend, merge, mla_prefill
 from kernels_pallas.mla_prefill.bench import xla
-from kernels_pallas.mla_prefill.cases import NOPE, SCALE, Shape, case, counted, expanded, latent, shapes
+from kernels_pallas.mla_prefill.cases import DEEPSEEK, GLM, Shape, case, counted, expanded, latent, shapes
+from kernels_pallas.mla_prefill.sizes import ROPE, Sizes, key_widths, value_widths
 from kernels_pallas.visible import chain
 from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
-XLA = {"scale": SCALE, "implementation": "xla"}
 
 
-def exact(q, k, k_rope, v, seen):
+def exact(q, k, k_rope, v, seen, scale):
     """Query by query and head by head, in float64; the output, and log2 of the sums of exponentials."""
     q, k, k_rope, v = (np.asarray(x, np.float64) for x in (q, k, k_rope, v))
-    slots, queries, heads, _ = q.shape
+    (slots, queries, heads, _), own = q.shape, k.shape[-1]
     out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.full((slots, heads, queries), -1e30)
     for b, t, n in np.ndindex(slots, queries, heads):
         rows = np.flatnonzero(seen[b, t])
         if len(rows):
-            scores = k[b, rows, n] @ q[b, t, n, :NOPE] + k_rope[b, rows] @ q[b, t, n, NOPE:]
-            weights = np.exp(scores * SCALE)
+            scores = k[b, rows, n] @ q[b, t, n, :own] + k_rope[b, rows] @ q[b, t, n, own:]
+            weights = np.exp(scores * scale)
             out[b, t, n] = weights @ v[b, rows, n] / weights.sum()
             lse[b, n, t] = np.log2(weights.sum())
     return out, lse
 
 
-def test_reference_equals_float64():
-    shape = Shape(2, 7, (7, 3, 0), (5, 0, 9), begin=1)
+@pytest.mark.parametrize("sizes", [DEEPSEEK, GLM])
+def test_reference_equals_float64(sizes):
+    shape = Shape(2, 7, (7, 3, 0), (5, 0, 9), begin=1, sizes=sizes)
     # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
     q, k, k_rope, v, visible = jax.jit(partial(expanded, shape))(jax.random.key(1))
 
     @jax.jit
     def run(*inputs):
-        return attend(*inputs, **XLA), xla(*inputs, scale=SCALE), visible.mask(7, shape.rows)
+        by_reference = attend(*inputs, scale=shape.scale, implementation="xla")
+        return by_reference, xla(*inputs, scale=shape.scale), visible.mask(7, shape.rows)
 
     (out, lse), baseline, seen = run(q, k, k_rope, v, visible)
     seen = np.asarray(seen)
     some = seen.any(-1)
-    expected, expected_lse = exact(q, k, k_rope, v, seen)
+    expected, expected_lse = exact(q, k, k_rope, v, seen, shape.scale)
     assert distance(out, expected) < 3e-3
     assert not np.asarray(out, np.float64)[~some].any()
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
@@ -58,7 +60,8 @@ def test_blocks_of_history_merge_to_the_whole():
 
     @jax.jit
     def run(*inputs):
-        return [counted(partial(mla_prefill, block=n, **XLA), *inputs)[0] for n in (512, 128)]
+        by_xla = partial(mla_prefill, scale=shape.scale, implementation="xla")
+        return [counted(partial(by_xla, block=n), *inputs)[0] for n in (512, 128)]
 
     whole, blocks = run(*jax.jit(partial(latent, shape))(jax.random.key(2)))
     assert distance(blocks, whole) < 5e-3
@@ -73,15 +76,44 @@ def test_merging_with_nothing_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("q", "k_rope", "v", "dtype", "match"),
-    [(192, 64, 128, "float32", "dtypes"), (160, 32, 128, "bfloat16", "query is 160"),
-     (192, 64, 192, "bfloat16", "value is 192")],
-)  # fmt: skip
-def test_what_the_kernel_cannot_do_is_refused(q, k_rope, v, dtype, match):
-    shapes = (1, 4, 2, q), (1, 8, 2, 128), (1, 8, k_rope), (1, 8, 2, v)
+    ("q", "k", "k_rope", "v", "dtype", "match"),
+    [
+        (192, 128, 64, 128, "float32", "dtypes"),
+        (160, 128, 32, 128, "bfloat16", "shared key is 32, must be 64"),
+        (224, 128, 64, 128, "bfloat16", "query is 224, must be 192"),
+        (160, 96, 64, 128, "bfloat16", "own key is 96, must be 64 or 128 or 192 or 256 or 320"),
+        (448, 384, 64, 64, "bfloat16", "own key is 384"),
+        (256, 192, 64, 320, "bfloat16", r"keys of 192 \+ 64 is 320, must be 64 or 128 or 192 or 256"),
+        (320, 256, 64, 256, "bfloat16", r"keys of 256 \+ 64 is 256, must be 64 or 128;"),
+        (128, 64, 64, 256, "bfloat16", r"keys of 64 \+ 64 is 256, must be 64 or 128 or 192;"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(q, k, k_rope, v, dtype, match):
+    shapes = (1, 4, 2, q), (1, 8, 2, k), (1, 8, k_rope), (1, 8, 2, v)
     inputs: Any = *(jnp.zeros(shape, dtype) for shape in shapes), chain(jnp.array([0]), 4)
     with pytest.raises(ValueError, match=match):
-        partial(attend, scale=SCALE, implementation="mosaic_gpu")(*inputs)
+        partial(attend, scale=0.1, implementation="mosaic_gpu")(*inputs)
+
+
+@pytest.mark.parametrize("key", key_widths())
+def test_the_columns_of_every_output_fill_memory_that_is_read_no_more(key):
+    for value in value_widths(key):
+        stored = Sizes(key, value).stored()
+        assert [i for part in stored for i in range(part.start, part.stop)] == list(range(value))
+        for part, width in zip(stored, (key, ROPE, 64), strict=True):
+            assert part.stop - part.start in (0, width)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys"),
+    [(DEEPSEEK, 128), (Sizes(64, 192), 128), (Sizes(128, 192), 64), (GLM, 64), (Sizes(320, 64), 64)],
+)
+def test_the_keys_of_a_step_are_the_most_with_room_for_two_stages(sizes, keys):
+    assert sizes.keys == keys
+    # Bytes of bfloat16: queries with probabilities, and both stages of keys and values.
+    used = [2 * (128 * (sizes.query + 64) + 2 * n * (sizes.query + sizes.value)) for n in (keys, 2 * keys)]
+    assert used[0] <= 225 * 1024
+    assert keys == 128 or used[1] > 225 * 1024
 
 
 def test_a_tree_is_refused():
@@ -89,7 +121,7 @@ def test_a_tree_is_refused():
     tree = replace(chain(jnp.array([0]), 4), ancestors=jnp.array([[0, 1, 2, 5]]))
     inputs: Any = *(jnp.zeros(s, jnp.bfloat16) for s in sizes), tree
     with pytest.raises(ValueError, match="tokens are a tree"):
-        attend(*inputs, scale=SCALE, implementation="mosaic_gpu")
+        attend(*inputs, scale=DEEPSEEK.query**-0.5, implementation="mosaic_gpu")
 
 
 @pytest.mark.slow
@@ -101,6 +133,7 @@ def test_kernel_equals_the_reference_without_races(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["small-history", "small-glm-history"])
 @pytest.mark.parametrize(
     ("operation", "where"),
     [
@@ -109,7 +142,7 @@ def test_kernel_equals_the_reference_without_races(name):
         pytest.param("commit_smem", "compute", id="outputs are visible to the copy", marks=needs_fences),
     ],
 )
-def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):
+def test_a_missing_barrier_is_noticed(operation, where, name, monkeypatch, capfd):
     without(monkeypatch, operation, where)
-    assert notices(case("mutant", shapes()["small-history"]))
+    assert notices(case("mutant", shapes()[name]))
     capfd.readouterr()  # every race is printed
