@@ -40,10 +40,12 @@ def shapes() -> dict[str, Shape]:
         "small-many-tiles": Shape(128, 1, 72, 0, 72, 64),
         "small-idle": Shape(70, 3, 64, 32, 32, 64, idle=2),
         "small-more-tokens": Shape(516, 1, 16, 8, 8, 64, idle=5),
+        "small-384": Shape(70, 8, 384, 0, 384, 64),
         "v3-64": Shape(64, 8, 256, 0, 256, 64),
         "v3-512": Shape(512, 8, 256, 0, 256, 64),
         "v3-512-of8": Shape(512, 8, 256, 96, 32, 64),
         "v3-8192": Shape(8192, 8, 256, 0, 256, 128),
+        "kimi-k2-64": Shape(64, 8, 384, 0, 384, 64),
     }
 
 

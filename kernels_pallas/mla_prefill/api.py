@@ -12,7 +12,7 @@ from kernels_pallas.visible import Window
 
 # Rows whose keys and values are in memory at a time; for a slot's 128 heads they take 0.5 GB in bfloat16.
 BLOCK = 8192
-# The kernel's rows are a multiple of these, whatever the keys of its steps are.
+# The kernel's rows are a multiple of the most keys of a step.
 _ROWS = max(KEYS)
 
 

@@ -1,4 +1,4 @@
-"""Baselines that compute attention at head dimensions 192 and 128 on a GPU."""
+"""Baselines that compute attention over expanded keys and values on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def xla(
 def cudnn(
     q: jax.Array, k: jax.Array, k_rope: jax.Array, v: jax.Array, visible: Window, *, scale: float
 ) -> jax.Array:
-    """cuDNN through JAX's public function, which needs values as wide as keys: they are padded to 192."""
+    """cuDNN through JAX's public function, which needs values as wide as keys: they are padded."""
     if q.shape[1] != k.shape[1]:
         raise UnavailableError("its causal mask has queries and keys begin together")
     shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:-1], k_rope.shape[-1]))
