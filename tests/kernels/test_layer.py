@@ -30,6 +30,11 @@ def test_kernels_are_chosen_on_hopper(form: Form):
     assert kernels_in("NVIDIA H200", form=form) == 4 + 1 + 2 + 2 + 2 + 4
 
 
+def test_few_tokens_have_kernels_of_their_own():
+    """The router lays out rows, parts of slots' rows are merged, and one kernel rotates and absorbs queries."""
+    assert kernels_in("NVIDIA H200", load=LOADS["slots1_"]) == 4 + 2 + 1 + 2 + 2 + 4 + 1
+
+
 def test_rows_that_tokens_chose_are_attended_to_by_a_kernel():
     """With an indexer XLA norms and rotates before attention, and gathers the rows."""
     # q_a, q_b, the index queries and keys, kv_a and o; scores, choice, attention to two parts of the rows and
