@@ -18,7 +18,7 @@ def mla_absorb(
     implementation: Implementation,
     interpret: Interpreter | None = None,
 ) -> tuple[Float[Array, "B W N C"], Float[Array, "B W N R"]]:
-    """Queries for absorbed attention: their first part in the latent space, their last part rotated. One launch.
+    """Queries for absorbed attention: the first part in the latent space, the last part rotated. One launch.
 
     arXiv 2405.04434, eqs. 13 to 15, and k_up absorbed into eq. 16 (section 2.1.2).
 
@@ -28,8 +28,8 @@ def mla_absorb(
         k_up: up-projection of latents to keys.
         angles: cosines and sines of every token, float32, r = R / 2.
         interleaved: whether a pair's numbers are neighbours; else they come from the two halves of R.
-        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, h a multiple of 32, and at most
-            8 tokens; "xla" is the oracle in plain jnp.
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, h a multiple of 32, at most 8
+            tokens; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
