@@ -31,7 +31,7 @@ def test_kernels_are_chosen_on_hopper(form: Form):
 
 
 def test_few_tokens_have_kernels_of_their_own():
-    """The router lays out rows, parts of slots' rows are merged, and one kernel rotates and absorbs queries."""
+    """The router lays out rows, parts of slots' rows are merged, one kernel rotates and absorbs queries."""
     assert kernels_in("NVIDIA H200", load=LOADS["slots1_"]) == 4 + 2 + 1 + 2 + 2 + 4 + 1
 
 
