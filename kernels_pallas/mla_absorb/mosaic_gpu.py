@@ -1,8 +1,8 @@
 """A warpgroup per head: its query's rotation, and the product of its query with its up-projection.
 
-The up-projection is read once, straight into registers: a row of 512 numbers is one of four for each
-lane of four warps. A token's query lies in shared memory as float32, from which every lane takes a number
-at a time. There is no copy engine, no tensor core, and no barrier but the warpgroup's own around shared memory.
+The up-projection is read once, straight into registers: each lane of four warps has 4 of a row's 512 numbers.
+A token's query lies in shared memory as float32, from which every lane takes a number at a time. There is no
+copy engine, no tensor core, and no barrier but the warpgroup's own around shared memory.
 """
 
 import jax
@@ -19,8 +19,8 @@ from kernels_pallas.rms_norm.mosaic_gpu import ROW
 RANK, ROPE = 512, 64
 PAIRS = ROPE // 2
 assert PAIRS == LINE, "a line of a query is half its rotated part"
-# A token costs a thread four registers and, for each row of the up-projection, four multiplications. The narrowest
-# product of a tensor core has eight columns: with more tokens tensor cores do less.
+# A token costs a thread four registers and, for each row of the up-projection, four multiplications. The
+# narrowest product of a tensor core has eight columns: with more tokens tensor cores do less.
 MOST = 8
 # Rows whose loads a warp waits for together: 8 bytes of a lane each.
 TOGETHER = 16
