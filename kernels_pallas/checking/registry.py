@@ -9,6 +9,7 @@ KERNELS: tuple[str, ...] = (
     "mla_decode",
     "mla_prefill",
     "mla_low_rank",
+    "mla_absorb",
     "rms_norm",
     "router",
     "expert_layout",

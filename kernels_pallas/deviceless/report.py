@@ -17,8 +17,9 @@ _TARGET = re.compile(r"\((\.L\w+)\)")
 _UNSIGNED = re.compile(r"\bREDUX\.(?:MAX|MIN)\b(?!\.S32)")
 # ptxas's warnings that warpgroup products run one after the other.
 _SERIALISED = re.compile(r"\(C751\d\)")
-# Lines of XLA's launch list that launch work on the GPU; a collective has a start and an end.
-_LAUNCH = re.compile(r"^\s*\d+: k(?!Sequential|Conditional|While|WaitForStreams|Async)")
+# Lines of XLA's launch list that launch work on the GPU; a collective has a start and an end, and a kernel
+# that reads or writes a slice has a line of its own below the slice's.
+_LAUNCH = re.compile(r"^\s*\d+: k(?!Sequential|Conditional|While|WaitForStreams|Async|DynamicSliceFusion)")
 # A launch's kernel; an instruction of a module: its name, its operation, the rest of the line.
 _NAME = re.compile(r"\] +(\S+)")
 _INSTRUCTION = re.compile(r"^ *(?:ROOT )?%?([\w.-]+) = [^=]*? ([\w-]+)\((.*)$", re.MULTILINE)

@@ -22,11 +22,13 @@ class Queries:
     Attributes:
         nope: the part matched with the up-projected latent.
         rope: the part matched with the shared rope key.
+        inward: ``nope`` in the latent space, where a kernel has absorbed the keys' up-projection already.
         index: the indexer's queries, which meet index keys; None in a layer without an indexer.
     """
 
     nope: Float[Array, "B W N h"]
     rope: Float[Array, "B W N R"]
+    inward: Float[Array, "B W N C"] | None = None
     index: IndexQueries | None = None
 
 

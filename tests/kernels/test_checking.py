@@ -250,9 +250,11 @@ def test_launches_leave_out_control_flow(tmp_path):
         "007: kAsyncStart  stream=communication_stream[0]",
         "    008: kAllGather kAllGather",
         "009: kAsyncDone    async_id=7",
+        "010: kDynamicSliceFusion params=4, results=3",
+        "    011: kCustomCall kCustomCall",
     )
     (tmp_path / "module_1.thunk_sequence.txt").write_text("\n".join(lines))
-    assert [line.split()[0] for line in report.launches(tmp_path)] == ["001:", "004:", "006:", "008:"]
+    assert [line.split()[0] for line in report.launches(tmp_path)] == ["001:", "004:", "006:", "008:", "011:"]
 
 
 def test_budgets_are_held(tmp_path):

@@ -59,6 +59,11 @@ def test_a_layer_of_glm_flash_is_refused_no_kernel(form: Form):
     assert calls("NVIDIA H200", built) == {"absorbed": 2, "naive": 1}[form] + 2 + 2
 
 
+def test_few_tokens_have_kernels_of_their_own():
+    """The router lays out rows, parts of slots' rows are merged, one kernel rotates and absorbs queries."""
+    assert kernels_in("NVIDIA H200", load=LOADS["slots1_"]) == 4 + 2 + 1 + 2 + 2 + 4 + 1
+
+
 def test_rows_that_tokens_chose_are_attended_to_by_a_kernel():
     """With an indexer XLA norms and rotates before attention, and gathers the rows."""
     # q_a, q_b, the index queries and keys, kv_a and o; scores, choice, attention to two parts of the rows and

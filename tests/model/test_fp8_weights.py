@@ -344,8 +344,9 @@ def test_on_a_cpu_nothing_chooses_a_kernel(calls):
 
 
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
-def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatch):
-    real = {m: getattr(m, m.__name__.split(".")[1]) for m in (by_kernels.mla_low_rank, by_kernels.mla_decode)}
+def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, monkeypatch):
+    modules = by_kernels.mla_low_rank, by_kernels.mla_absorb, by_kernels.mla_decode
+    real = {m: getattr(m, m.__name__.split(".")[1]) for m in modules}
 
     def reference(module: Any) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
@@ -384,9 +385,9 @@ def test_low_ranks_by_the_kernel_are_those_of_xla(cache, data, calls, monkeypatc
         return np.asarray(out), kept
 
     want, by_xla = run("linear")
-    assert "mla_low_rank" not in calls
+    assert not {"mla_low_rank", "mla_absorb"} & set(calls)
     got, by_kernel = run("linear", "attention")
-    assert (calls.count("mla_low_rank"), calls.count("mla_decode")) == (1, 1)
+    assert [calls.count(f.__name__) for f in real.values()] == [1, 1, 1]
     slots = [0, 1, 3]
     assert np.linalg.norm(got[slots] - want[slots]) < 0.02 * np.linalg.norm(want[slots])
     # The kernel drops rows of no position; XLA writes them to a device's last page.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.index_scores import api as index_scores
+from kernels_pallas.mla_absorb import api as mla_absorb
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_low_rank import api as mla_low_rank
 from kernels_pallas.mla_prefill import api as mla_prefill
@@ -51,7 +52,10 @@ class HopperLatent(Latent):
         cache: Cache | None,
         views: Views,
     ) -> tuple[Queries, Entries | None, Cache | None]:
-        """One kernel for the two norms of low ranks, rope and cache writes, unless there is an indexer."""
+        """One kernel for the two norms of low ranks, rope and cache writes, unless there is an indexer.
+
+        A step of few tokens has one for all between the queries' product and absorbed attention, too.
+        """
         if a.indexer is not None:
             return super().project(a, cfg, x, angles, cache, views)
         on = self.on
@@ -65,6 +69,8 @@ class HopperLatent(Latent):
         else:
             low = x if q is None else on.norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
             entries = Entries(rows_of(summed(kv), a, cfg, angles))
+        if one and views[0].form == "absorbed" and self._absorbs(a, cfg, x.shape):
+            return self._inward(low, a, cfg, angles), entries, cache
         return queries(on.linear(low, a.q_b, split="out"), cfg, angles), entries, cache
 
     def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
@@ -113,13 +119,36 @@ class HopperLatent(Latent):
     ) -> Float[Array, "B W N v"] | None:
         """Absorbed attention over the visible rows of pages, by their table; None where no kernel does it."""
         pages, table, visible = where
-        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k)
+        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k) if q.inward is None else q.inward
         if not self.on.runs("attention", mla_decode.check, inward, q.rope, pages):
             return None
         mixed = mla_decode.mla_decode(
             inward, q.rope, pages, table, visible, scale=scale, in_place=True, implementation="mosaic_gpu"
         )
         return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
+
+    def _absorbs(self, a: Attention, cfg: ModelConfig, shape: tuple[int, ...]) -> bool:
+        width, mesh = math.prod(a.q_b.shape[:-1]), self.on.mesh
+        q = e4m3.part(jax.ShapeDtypeStruct((*shape[:2], width), jnp.bfloat16), mesh, "slots", None, "heads")
+        k_up = e4m3.part(self.by_head(a, cfg).k, mesh, "heads")
+        return "attention" in self.on.kernels and can(mla_absorb.check, q, k_up)
+
+    def _inward(self, x: Any, a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]) -> Queries:
+        """Queries of few tokens, taken into the latent space by the kernel that rotates them."""
+        q = self.on.result(x, a.q_b, split="out")
+
+        def local(q, k_up, cos, sin):
+            kernel = partial(mla_absorb.mla_absorb, interleaved=cfg.rope_interleave)
+            return kernel(q, k_up, (cos, sin), implementation="mosaic_gpu")
+
+        slots, heads = partition("slots"), partition("slots", None, "heads")
+        specs = partition(None, "slots", "heads"), partition("heads"), slots, slots
+        run = sharded(local, self.on.mesh, specs, (heads, heads))
+        cos_sin = angles[..., 0, :], angles[..., 1, :]
+        inward, rope = run(parts(q, self.on.mesh).values, self.by_head(a, cfg).k, *cos_sin)
+        # Attention without a kernel reads ``nope``; else nothing does, and the compiler leaves it out.
+        nope = queries(summed(q).reshape(*q.shape[:2], *a.q_b.shape[:-1]), cfg, angles).nope
+        return Queries(nope, rope, inward)
 
     def _norms_low_rank(self, q: Parts, kv: Parts, a: Attention, cache: LayerCache) -> bool:
         pages = None if cache.fp8 else cache.rows

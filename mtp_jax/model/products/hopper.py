@@ -167,7 +167,7 @@ class HopperProducts(Products):
         over_model = split == "in" and ways("heads", self.mesh) > 1
         if over_model or not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return self.linear(x, w, split=split)
-        shape = (*x.shape[:2], w.shape[0])
+        shape = (*x.shape[:2], math.prod(w.shape[:-1]))
         return Parts(self._multiplied(x, w, split, left=True), shape, ways("slots", self.mesh))
 
     def _multiplied(self, x: Any, w: Fp8, split: Split | None, left: bool) -> Float[Array, "..."]:

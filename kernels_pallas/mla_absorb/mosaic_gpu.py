@@ -1,0 +1,110 @@
+"""A warpgroup per head: its query's rotation, and the product of its query with its up-projection.
+
+The up-projection is read once, straight into registers: each lane of four warps has 4 of a row's 512 numbers.
+A token's query lies in shared memory as float32, from which every lane takes a number at a time. There is no
+copy engine, no tensor core, and no barrier but the warpgroup's own around shared memory.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels_pallas.mosaic import LINE, LINE_OF, Interpreter, Ref, Warpgroup, load
+from kernels_pallas.quantised import BLOCK
+from kernels_pallas.rms_norm.mosaic_gpu import ROW
+
+RANK, ROPE = 512, 64
+PAIRS = ROPE // 2
+assert PAIRS == LINE, "a line of a query is half its rotated part"
+# A token costs a thread four registers and, for each row of the up-projection, four multiplications. The
+# narrowest product of a tensor core has eight columns: with more tokens tensor cores do less.
+MOST = 8
+# Rows whose loads a warp waits for together: 8 bytes of a lane each.
+TOGETHER = 16
+
+
+def mla_absorb(
+    q: Float[Array, "s M D"],
+    k_up: Float[Array, "N h 512"],
+    angles: tuple[Float[Array, "T 32"], Float[Array, "T 32"]],
+    *,
+    interleaved: bool,
+    interpret: Interpreter | None = None,
+) -> tuple[Float[Array, "T N 512"], Float[Array, "T N 64"]]:
+    """Queries in the latent space, and their rotated part.
+
+    Args:
+        q: bfloat16, or float32 parts to be summed; D = N * (h + 64), a head's columns side by side. Rows past
+            T are not read.
+        k_up: bfloat16, h a multiple of 32.
+        angles: cosines and sines, float32; T at most MOST.
+        interleaved: whether pairs are neighbours; else they come from the two halves of the dimensions.
+        interpret: parameters of Pallas' interpreter; None compiles.
+
+    Returns:
+        Both in bfloat16. The rotated part's first numbers of pairs come first.
+    """
+    parts, tokens = q.shape[0], angles[0].shape[0]
+    heads, nope, _ = k_up.shape
+    width, row = nope + ROPE, (RANK // BLOCK, BLOCK)
+    wg = Warpgroup(interpret is not None)
+
+    def body(
+        q_ref: Ref, pairs_ref: Ref, k_up_ref: Ref, angles_refs: tuple[Ref, Ref],
+        inward_ref: Ref, rope_ref: Ref, q_s: Ref,
+    ) -> None:  # fmt: skip
+        head = lax.axis_index("head")
+
+        def summed(ref: Ref, token: int, *index: object) -> jax.Array:
+            """A line, its parts summed and rounded to bfloat16, as between two launches."""
+            each = [load(ref, (part, token, *index), LINE_OF).astype(jnp.float32) for part in range(parts)]
+            return sum(each[1:], each[0]).astype(jnp.bfloat16).astype(jnp.float32)
+
+        for token in range(tokens):
+            for line in range(nope // LINE):
+                q_s[token, pl.ds(line * LINE, LINE)] = summed(q_ref, token, head * (width // LINE) + line)
+            if interleaved:
+                places = [(pl.ds((head * width + nope) // 2, PAIRS), i) for i in range(2)]
+            else:
+                places = [(head * (width // LINE) + nope // LINE + i,) for i in range(2)]
+            a, b = (summed(pairs_ref, token, *place) for place in places)
+            cos, sin = (load(ref, (token,), LINE_OF) for ref in angles_refs)
+            rope_ref[token, head, 0] = (a * cos - b * sin).astype(jnp.bfloat16)
+            rope_ref[token, head, 1] = (a * sin + b * cos).astype(jnp.bfloat16)
+
+        def group(i: jax.Array, mixed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            """Add the rows whose loads are under way together, each times a number of every token."""
+            numbers = [i * TOGETHER + k for k in range(TOGETHER)]
+            rows = [load(k_up_ref, (head, n), ROW) for n in numbers]
+            for n, up in zip(numbers, rows, strict=True):
+                wide = up.astype(jnp.float32)
+                mixed = tuple(m + q_s[token, n] * wide for token, m in enumerate(mixed))
+            return mixed
+
+        zero = wg.laid_out(jnp.zeros(row, jnp.float32), ROW)
+        for token, mixed in enumerate(lax.fori_loop(0, nope // TOGETHER, group, (zero,) * tokens)):
+            inward_ref[token, head] = mixed.astype(jnp.bfloat16)
+
+    def lines(numbers: int) -> jax.Array:
+        return q.reshape(*q.shape[:2], -1, numbers)
+
+    run = plgpu.kernel(
+        body,
+        kernel_name="mla_absorb",
+        out_type=[
+            jax.ShapeDtypeStruct((tokens, heads, *row), jnp.bfloat16),
+            jax.ShapeDtypeStruct((tokens, heads, 2, PAIRS), jnp.bfloat16),
+        ],
+        scratch_types=[plgpu.SMEM((tokens, nope), jnp.float32)],
+        grid=(heads,),
+        grid_names=("head",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    inward, rope = run(
+        lines(LINE), lines(2 if interleaved else LINE), k_up.reshape(heads, nope, *row), angles
+    )
+    return inward.reshape(tokens, heads, RANK), rope.reshape(tokens, heads, ROPE)
