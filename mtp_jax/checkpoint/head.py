@@ -207,7 +207,7 @@ def _taps(said: JsonObject, key: str, layers: int, captures: Captures) -> tuple[
     ids, outputs = said.get(key), captures == "outputs"
     numbers = [i for i in ids if type(i) is int] if isinstance(ids, list) else []
     taps = tuple(i + outputs for i in numbers) if numbers == ids else ()
-    if not taps or not all(0 <= tap <= layers for tap in taps):
+    if not taps or not all(i >= 0 and i + outputs <= layers for i in numbers):
         raise ConfigError(
             f"{key} = {ids!r:.80}, {captures} of layers; expected layers of the model, which has {layers}"
         )

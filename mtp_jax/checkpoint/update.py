@@ -1,9 +1,9 @@
 """New values for the parameters of a model in memory, found and checked as a whole before one is replaced."""
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -114,9 +114,9 @@ def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
             own, _ = read_config(folder.path)
             group = own.int4_group
             differing = [
-                f"{f.name} is {getattr(own, f.name)!r}, the loaded model's is {getattr(cfg, f.name)!r}"
-                for f in fields(cfg)
-                if f.name not in _FREE and getattr(own, f.name) != getattr(cfg, f.name)
+                f"{name} is {a!r:.200}, the loaded model's is {b!r:.200}"
+                for name, a, b in _differing(own, cfg)
+                if name not in _FREE
             ]
             if differing:
                 raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
@@ -124,6 +124,16 @@ def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
     packed = any(name.endswith(PACKED) for name in folder.tensors)
     narrow = {"fp8": "F8_E4M3" in kinds, "fp4": "I8" in kinds, "int4_group": group if packed else None}
     return folder, replace(cfg, **narrow)
+
+
+def _differing(one: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+    """The fields in which two configurations differ, those of parts by dotted names, and both values."""
+    for name in (f.name for f in fields(one)):
+        a, b = getattr(one, name), getattr(other, name)
+        if is_dataclass(a) and type(a) is type(b):
+            yield from _differing(a, b, f"{prefix}{name}.")
+        elif a != b:
+            yield f"{prefix}{name}", a, b
 
 
 # A draft's config.json may differ in these keys; a model's may not change the trunk.

@@ -137,6 +137,7 @@ def test_dspark_stages(dspark: Path, plain: Path, tmp_path: Path):
     [
         ("dspark_block_size", 0, "dspark_block_size = 0; expected a whole number from 1"),
         ("dspark_noise_token_id", 64, "dspark_noise_token_id = 64; expected a whole number from 0 to 63"),
+        ("dspark_target_layer_ids", [-1, 1], r"dspark_target_layer_ids = \[-1, 1\], outputs of layers"),
         ("dspark_target_layer_ids", [0, 2], r"dspark_target_layer_ids = \[0, 2\].*the model, which has 2"),
         ("dspark_markov_rank", None, "dspark_markov_rank = None"),
         ("n_mtp_layers", 4, "n_mtp_layers = 4; expected 3, or no such key"),
