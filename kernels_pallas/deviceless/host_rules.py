@@ -37,7 +37,7 @@ class Descriptor:
 
     Attributes:
         element: Mosaic's number of the type.
-        sizes, strides, box: of the array and of a copy's part of it, in elements; the last dimension last.
+        sizes, strides, box: the array, and a copy's part of it, in elements; the last dimension last.
         swizzle: bytes of a row that is swizzled; 16 where none is.
     """
 
@@ -71,7 +71,7 @@ class Descriptor:
                 )
             if not 1 <= box <= MAX_BOX:
                 yield f"box of {box} in dimension {i}, allowed 1 to {MAX_BOX}"
-            if box > size:  # not the driver's rule: such a copy reads or writes what is not there
+            if box > size:  # not the driver's rule: such a copy is larger than its array
                 yield f"box of {box} in dimension {i}, allowed {size}, the size"
         row = self.box[-1] * bytes_
         if row % ALIGNED:

@@ -56,7 +56,7 @@ PTX = """
 	.loc	1 11 4
 	mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r58], %r2;
 	bar.sync %r9, 128;
-	@%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd2, {%r1}], [%r3];
+	@%p2 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%a], [%b];
 	ret;
 $L__BB0_2:
 	setmaxnreg.inc.sync.aligned.u32 240;
@@ -78,7 +78,7 @@ $L__BB0_3:
 	fence.proxy.async.shared::cta;
 	bar.sync %r9, 128; // after the fence
 	.loc	1 22 4
-	{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}, %rd1, p; }
+	{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}, p; }
 	wgmma.commit_group.sync.aligned;
 	wgmma.wait_group.sync.aligned 0;
 	.loc	1 23 4
