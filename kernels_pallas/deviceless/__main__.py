@@ -1,5 +1,7 @@
 """Compile every case for an H200, print the compiler's decisions, and compare them with the budget.
 
+The machine code, the PTX and the host code of each kernel are held against static rules.
+
 The least time that the work takes on an H200 stands beside the time that a model predicts there, and the time
 that was measured, with the card. Predicted steps of DeepSeek-V3 follow.
 
@@ -22,7 +24,7 @@ from kernels_pallas.checking.case import Case
 from kernels_pallas.checking.device import RATES
 from kernels_pallas.checking.measured import measured
 from kernels_pallas.checking.registry import cases
-from kernels_pallas.deviceless import report, step, target
+from kernels_pallas.deviceless import report, static, step, target
 from kernels_pallas.deviceless.budget import Budget, budgets
 from kernels_pallas.deviceless.prediction import predicted
 
@@ -31,7 +33,7 @@ MIB = 2**20
 
 
 def main() -> int:
-    """Compile; returns 1 if a case exceeds its budget."""
+    """Compile; returns 1 if a case exceeds its budget or breaks a rule."""
     parser = argparse.ArgumentParser(prog="python -m kernels_pallas.deviceless", description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="only cases whose names contain this")
     pattern = parser.parse_args().pattern
@@ -51,14 +53,18 @@ def main() -> int:
         )
         limits = budgets()
         mesh = target.h200s()
-        faults = [f for case in chosen for f in check(case, limits[case.name.split("/")[0]], mesh, dump)]
+        found = [check(case, limits[case.name.split("/")[0]], mesh, dump) for case in chosen]
     print("\n".join(step.lines()))
+    faults = [fault for of_case, _ in found for fault in of_case]
+    print(static.summary([held for _, held in found]))
     print("\n".join(faults) or f"{len(chosen)} cases within budget")
     return int(bool(faults))
 
 
-def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> list[str]:
-    """Compile one case, print its line, and list the limits that it exceeds."""
+def check(
+    case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path
+) -> tuple[list[str], static.Checked]:
+    """Compile one case, print its line, and list the limits that it exceeds and the rules that it breaks."""
     started = time.perf_counter()
     shapes = target.replicated(jax.eval_shape(case.inputs, jax.random.key(0)), mesh)
     compiled = target.compile_for(mesh, case.kernel, *shapes, dump=dump / case.name)
@@ -74,7 +80,9 @@ def check(case: Case, budget: Budget, mesh: jax.sharding.Mesh, dump: Path) -> li
         path = "-" if k.path is None else k.path
         print(ROW.format(case.name, k.registers, k.spills, path, products, shown, *whole), flush=True)
     limits = budget.of(case.name.split("/")[1])
-    return [f"{case.name}: {fault}" for fault in limits.faults(kernels, temp, launches)]
+    held = static.checked(dump / case.name, kernels)
+    faults = (*limits.faults(kernels, temp, launches), *held.faults)
+    return [f"{case.name}: {fault}" for fault in faults], held
 
 
 def ptxas_release() -> str:

@@ -25,7 +25,7 @@ def prepare(dump: Path) -> None:
     # The plugin loads as a compiler only; as a platform it would look for a driver.
     jax.config.update("jax_platforms", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={xla_dump(dump)}"
-    for what in ("PTX", "PTXAS", "SASS"):
+    for what in ("HOST_LLVM", "PTX", "PTXAS", "SASS"):
         os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
 
 
