@@ -28,7 +28,7 @@ def mla_absorb(
         k_up: up-projection of latents to keys.
         angles: cosines and sines of every token, float32, r = R / 2.
         interleaved: whether a pair's numbers are neighbours; else they come from the two halves of R.
-        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, h a multiple of 32, at most 8
+        implementation: "mosaic_gpu" needs a Hopper GPU, bfloat16, C 512, R 64, h a multiple of 64, at most 8
             tokens; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -61,5 +61,5 @@ def check(q: Described, k_up: Described) -> None:
         ("dtype of the up-projection", str(k_up.dtype), ("bfloat16",)),
         ("latent rank", rank, (mosaic_gpu.RANK,)),
         ("rope dimensions", width // heads - nope, (mosaic_gpu.ROPE,)),
-        (f"the rest of a head's width over {mosaic_gpu.LINE}", nope % mosaic_gpu.LINE, (0,)),
+        (f"the rest of a head's width over {mosaic_gpu.WIDTHS}", nope % mosaic_gpu.WIDTHS, (0,)),
     )

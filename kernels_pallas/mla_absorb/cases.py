@@ -42,7 +42,7 @@ def shapes() -> dict[str, Shape]:
     return {
         "small-parts": Shape(2, 2, 3, parts=2),
         "small-halves": Shape(1, 3, 2, nope=192, interleaved=False, rows=3),
-        "small-most": Shape(8, 1, 1, nope=32),
+        "small-most": Shape(8, 1, 1, nope=64),
         # DeepSeek-V3's dimensions on one GPU and on one of 8, and GLM-4.7-Flash's.
         "heads128-window1-batch1": Shape(1, 1, 128),
         "heads128-window4-batch1": Shape(4, 1, 128),

@@ -49,7 +49,7 @@ def test_reference_equals_float64(shape, interleaved):
         ({"q": jax.ShapeDtypeStruct((2, 2, 480), jnp.bfloat16)}, "rope dimensions is 32, must be 64"),
         ({"k_up": jax.ShapeDtypeStruct((3, 128, 256), jnp.bfloat16)}, "latent rank is 256, must be 512"),
         ({"k_up": jax.ShapeDtypeStruct((3, 128, 512), jnp.float32)}, "up-projection is float32, must be"),
-        ({"k_up": jax.ShapeDtypeStruct((4, 80, 512), jnp.bfloat16)}, "width over 32 is 16, must be 0"),
+        ({"k_up": jax.ShapeDtypeStruct((4, 80, 512), jnp.bfloat16)}, "width over 64 is 16, must be 0"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(change, match):
