@@ -12,6 +12,7 @@ gpu-compile`` installs them.
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,9 +68,10 @@ def check(
     """Compile one case, print its line, and list the limits that it exceeds and the rules that it breaks."""
     started = time.perf_counter()
     shapes = target.replicated(jax.eval_shape(case.inputs, jax.random.key(0)), mesh)
-    compiled = target.compile_for(mesh, case.kernel, *shapes, dump=dump / case.name)
+    own = dump / case.name
+    compiled = target.compile_for(mesh, case.kernel, *shapes, dump=own)
     seconds = time.perf_counter() - started
-    kernels = report.kernels(dump / case.name)
+    kernels = report.kernels(own)
     temp, launches = report.temp_bytes(compiled) / MIB, len(report.launches(target.xla_dump(dump)))
     for i, k in enumerate(kernels):
         products = " ".join(f"{count} {name}" for name, count in sorted(k.instructions.items()))
@@ -80,7 +82,8 @@ def check(
         path = "-" if k.path is None else k.path
         print(ROW.format(case.name, k.registers, k.spills, path, products, shown, *whole), flush=True)
     limits = budget.of(case.name.split("/")[1])
-    held = static.checked(dump / case.name, kernels)
+    held = static.checked(own, kernels)
+    shutil.rmtree(own)  # jax logs every pass over a kernel: up to 190 MB
     faults = (*limits.faults(kernels, temp, launches), *held.faults)
     return [f"{case.name}: {fault}" for fault in faults], held
 
