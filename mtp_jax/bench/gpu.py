@@ -18,7 +18,7 @@ from mtp_jax.bench import cost, steps
 from mtp_jax.bench.random_weights import abstract_params, random_params
 from mtp_jax.bench.report import Report, forced, table
 from mtp_jax.checkpoint import formats_kept
-from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.launches import ReleaseCache
 from mtp_jax.decode.law import Asked
 from mtp_jax.decode.runner import LocalRunner
@@ -119,9 +119,11 @@ class Level:
 
 def levels_of(name: str, cfg: ModelConfig, load: Load) -> list[Level]:
     """The levels, checked. Raises ConfigError."""
-    if max(load.depths) > 0 and not cfg.drafts:
+    if wrong := [depth for depth in load.depths if not 0 <= depth <= MAX_DRAFTS]:
+        raise ConfigError(f"--depths {wrong[0]}; expected 0 to {MAX_DRAFTS} drafts")
+    if any(load.depths) and not cfg.drafts:
         raise ConfigError(
-            f"depth {max(load.depths)}, but {name} declares no NextN layer to draft with; use --depths 0"
+            f"--depths {max(load.depths)}, but {name} declares no NextN layer to draft with; use --depths 0"
         )
     dtype: Dtype = "float32" if platform() == "cpu" or cfg.dtype == "float32" else "bfloat16"
 
@@ -130,11 +132,11 @@ def levels_of(name: str, cfg: ModelConfig, load: Load) -> list[Level]:
         rows = min(ROWS, room) if load.rows is None else load.rows
         if not 0 < rows <= room:
             raise ConfigError(
-                f"{max(rows, 1):,} rows and {load.steps} steps at depth {depth}, but {name} has positions for "
-                f"{cfg.max_position_embeddings:,} tokens; lower --rows or --steps"
+                f"{max(rows, 1):,} rows and {load.steps} steps at depth {depth}, but {name} has positions "
+                f"for {cfg.max_position_embeddings:,} tokens; lower --rows or --steps"
             )
-        plain = isinstance(load.acceptance, str | int | float)
-        shares = load.acceptance if plain else tuple(load.acceptance)[:depth]
+        given = load.acceptance
+        kept = given if isinstance(given, str | int | float) else tuple(given)[:depth]
         config = EngineConfig(
             num_speculative_tokens=depth,
             max_num_seqs=slots,
@@ -142,38 +144,46 @@ def levels_of(name: str, cfg: ModelConfig, load: Load) -> list[Level]:
             page_size=cfg.usual_page,
             dtype=dtype,
             prefix_cache=False,
-            synthetic_acceptance=shares if depth else None,
+            synthetic_acceptance=kept if depth else None,
         )
         return Level(cfg if depth else cfg.without_drafts(), config, rows, load.sampled)
 
-    return [
-        level(slots, depth) for slots in dict.fromkeys(load.slots) for depth in dict.fromkeys(load.depths)
-    ]
+    slots, depths = map(dict.fromkeys, (load.slots, load.depths))
+    return [level(count, depth) for count in slots for depth in depths]
 
 
 def run(name: str, cfg: ModelConfig, load: Load, trace: bool = False) -> Iterator[Report]:
     """Measure level by level, on this process's device. trace: also print where each level's time goes.
 
-    Raises ConfigError, before anything is allocated, for levels that the device cannot hold.
+    Raises ConfigError at once, before anything is allocated, for levels that the device cannot hold.
     """
     levels = levels_of(name, cfg, load)
     whole, sizes = _sizes(cfg, levels)
     for level, cache in zip(levels, sizes, strict=True):
         _check_room(f"{name} at {level}", nbytes(whole), cache, allocatable())
-    device = jax.devices()[0].device_kind
+    return _measured(name, levels, whole, sizes, load.steps, trace)
+
+
+def _measured(
+    name: str, levels: Sequence[Level], whole: Params, sizes: Sequence[int], count: int, trace: bool
+) -> Iterator[Report]:
+    """A report after each level. whole: shapes of the parameters. count: steps of a level."""
+    cfg, device = levels[0].cfg, jax.devices()[0].device_kind
+    title = f"Steps of {name}, {cfg.num_hidden_layers} layers, random weights, on {device}"
+    about = f"{_about(levels[0], nbytes(whole))}; {count} steps at each level."
+    laws = {one.depth: f"at depth {one.depth} {one.config.law}" for one in levels if one.config.law}
     params = backend().laid_out(random_params(jax.random.key(0), whole, cfg.n_routed_experts))
     found: list[JsonObject] = []
     for level, cache in zip(levels, sizes, strict=True):
         runner = level.runner(params)
-        measured = steps.measure(runner, level.key, level.rows, load.steps)
+        measured = steps.measure(runner, level.key, level.rows, count)
         runner.do(ReleaseCache())
         found.append(_figures(level, measured, level.touched(whole), gpu_of(device)) | {"cache_bytes": cache})
-        title = f"Steps of {name}, {cfg.num_hidden_layers} layers, random weights, on {device}"
-        notes = [_about(cfg, levels[0], nbytes(whole), load.steps), _NOTE]
+        notes = [about, f"{_NOTE}{_FLOOR}the bandwidth of the card's data sheet."]
         notes += map(_spent, found) if trace else ()
         figures = {"weight_bytes": nbytes(whole), "levels": found}
-        report = Report(title, _HEADERS, [*map(_row, found)], notes, figures, len(levels) - len(found))
-        laws = {one.depth: f"at depth {one.depth} {one.config.law}" for one in levels if one.config.law}
+        pending = len(levels) - len(found)
+        report = Report(title, _HEADERS, [*map(_row, found)], notes, figures, pending)
         yield forced(report, "; ".join(laws.values())) if laws else report
 
 
@@ -191,13 +201,12 @@ def _check_room(named: str, weights: int, cache: int, room: tuple[int, int] | No
     """Raises ConfigError for bytes that the device cannot hold. room: ``allocatable``."""
     if room is None or weights + cache <= room[0] - room[1]:
         return
-    total, own, rest, free = (
-        f"{n / _GIB:,.1f} GiB" for n in (weights + cache, weights, cache, room[0] - room[1])
-    )
+    sizes = weights + cache, weights, cache, room[0] - room[1]
+    total, own, rest, free = (f"{n / _GIB:,.1f} GiB" for n in sizes)
     more = f"; {POOL}=0.95 lets JAX take more" if platform() == "gpu" and POOL not in os.environ else ""
     raise ConfigError(
-        f"{named} needs {total}: {own} of weights, {rest} of cache; {jax.devices()[0].device_kind} has {free} "
-        f"free: lower --layers, --slots or --rows{more}"
+        f"{named} needs {total}: {own} of weights, {rest} of cache; {jax.devices()[0].device_kind} has "
+        f"{free} free: lower --layers, --slots or --rows{more}"
     )
 
 
@@ -213,18 +222,15 @@ _HEADERS = (
     "floor, ms",
 )
 _NOTE = (
-    "Launches and their kernels: of a step, by a trace (on a CPU: XLA's operations on all threads, also inside "
-    "of each other). Floor: bytes of weights and cached rows that a step reads, if tokens choose experts "
-    "evenly, over the bandwidth of the card's data sheet."
+    "Launches and their kernels: of a step, by a trace (on a CPU: XLA's operations on all threads, also within "
+    "each other). "
 )
+_FLOOR = "Floor: bytes of weights and cached rows that a step reads, if tokens choose experts evenly, over "
 
 
-def _about(cfg: ModelConfig, level: Level, weights: int, count: int) -> str:
+def _about(level: Level, weights: int) -> str:
     mode = "the program that can sample" if level.sampled else "greedy"
-    return (
-        f"{weights / _GIB:.1f} GiB of weights for {cfg.num_hidden_layers} layers, "
-        f"{level.rows:,} rows per slot, {mode}; {count} steps."
-    )
+    return f"{weights / _GIB:.3g} GiB of weights, {level.rows:,} cached rows per slot, {mode}"
 
 
 def _figures(level: Level, m: steps.Measured, touched: float, card: Gpu | None) -> JsonObject:
@@ -297,7 +303,7 @@ def dry_run(name: str, cfg: ModelConfig, load: Load) -> Iterator[Report]:
         figures = {"weight_bytes": nbytes(whole), "levels": found}
         title = f"Dry run of {name}, {cfg.num_hidden_layers} layers, for {_H200.device_kind}: nothing ran"
         rows = [_dry_row(f, nbytes(whole)) for f in found]
-        notes = [_about(cfg, levels[0], nbytes(whole), 0), _DRY_NOTE]
+        notes = [f"{_about(levels[0], nbytes(whole))}.", _DRY_NOTE]
         notes += dict.fromkeys(f"XLA in the place of a kernel: {f['refused']}" for f in found if f["refused"])
         faults = [f"depth {f['depth']}, slots {f['slots']}: {f['fault']}" for f in found if f["fault"]]
         yield Report(title, _DRY_HEADERS, rows, notes, figures, len(levels) - len(found), faults)
@@ -312,7 +318,8 @@ def _on_h200() -> Iterator[None]:
 def _lower(level: Level, whole: Params) -> JsonObject:
     """The figures of a lowered program.
 
-    Kernels are required first, so that a refusal has a reason. A shape that they refuse is lowered as it would run.
+    Kernels are required first, so that a refusal has a reason. A shape that they refuse is lowered again, as
+    it would run.
     """
     began, refused, calls, fault = time.perf_counter(), None, None, None
     try:
@@ -350,9 +357,9 @@ _DRY_HEADERS = (
     "lowered in, s",
 )
 _DRY_NOTE = (
-    f"Fits: with {OVERHEAD / 1e9:g} GB for programs, and {MEMORY_FRACTION:.0%} of a GPU's memory. Floor: "
-    f"bytes that a step reads, if tokens choose experts evenly, over an H200's {_CARD.bandwidth / 1e12:g} "
-    "TB/s. Kernels: calls in the program's text, in which layers alike share a function."
+    f"Fits: with {OVERHEAD / 1e9:g} GB for programs, and {MEMORY_FRACTION:.0%} of a GPU's memory. {_FLOOR}an "
+    f"H200's {_CARD.bandwidth / 1e12:g} TB/s. Kernels: calls in the program's text, in which layers alike "
+    "share a function."
 )
 
 
@@ -360,8 +367,8 @@ def _dry_row(f: JsonObject, weights: int) -> tuple[object, ...]:
     return (
         f["depth"],
         f["slots"],
-        f"{weights / _GIB:.1f}",
-        f"{f['cache_bytes'] / _GIB:.2f}",
+        f"{weights / _GIB:.3g}",
+        f"{f['cache_bytes'] / _GIB:.3g}",
         ", ".join(f["fits"]) or "none",
         f"{f['touched_bytes'] / 1e9:.2f}",
         f"{f['floor_seconds'] * 1e3:.3f}",

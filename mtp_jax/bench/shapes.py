@@ -1,4 +1,4 @@
-"""Shapes of models for measurements with random weights: by name, and of any model that a config.json describes."""
+"""Shapes of models for measurements with random weights: by name, or as a config.json describes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -115,9 +115,7 @@ def register(subparsers: Subparsers) -> None:
     add_value(sub, "--max-tokens", 64, "tokens to generate for each", positive, "N")
     _add_compile_cache(sub)
 
-    _register_gpu(
-        command("gpu", _gpu, "whole steps of a large model's shape on one GPU, with random weights")
-    )
+    _register_gpu(command("gpu", _gpu, "whole steps on one GPU, with random weights of a large model"))
     _register_serve(command("serve", _serve, "an open loop against a server that runs, with OpenAI's API"))
 
 
@@ -269,9 +267,10 @@ def _gpu(a: Arguments) -> Reports:
     if a.dry_run:
         yield from gpu.dry_run(name, cfg, load)
         return
+    reports = gpu.run(name, cfg, load, a.trace)
     if gpu.platform() == "cpu":
         show.note("no GPU is here: these are times of the CPU; --dry-run tells of a GPU without one")
-    yield from gpu.run(name, cfg, load, a.trace)
+    yield from reports
 
 
 def _serve(a: Arguments) -> Reports:

@@ -27,6 +27,7 @@ def declared(model: Path, trunk_alone: bool, option: str) -> tuple[str, ModelCon
         return name, cfg
     if not trunk_alone:
         raise ConfigError(
-            f"{path} declares DSpark stages, which its tensors alone describe; take the trunk, with {option} 0"
+            f"{path} declares DSpark stages, which its tensors alone describe; take the trunk, with "
+            f"{option} 0"
         )
     return name, cfg.without_drafts()
