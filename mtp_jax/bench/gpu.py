@@ -127,14 +127,16 @@ def levels_of(name: str, cfg: ModelConfig, load: Load) -> list[Level]:
         )
     dtype: Dtype = "float32" if platform() == "cpu" or cfg.dtype == "float32" else "bfloat16"
 
+    deepest = max(load.depths)
+    room = cfg.max_position_embeddings - steps.growth(deepest, load.steps)
+    rows = min(ROWS, room) if load.rows is None else load.rows
+    if not 0 < rows <= room:
+        raise ConfigError(
+            f"{max(rows, 1):,} rows and {load.steps} steps at depth {deepest}, but {name} has positions for "
+            f"{cfg.max_position_embeddings:,} tokens; lower --rows or --steps"
+        )
+
     def level(slots: int, depth: int) -> Level:
-        room = cfg.max_position_embeddings - steps.growth(depth, load.steps)
-        rows = min(ROWS, room) if load.rows is None else load.rows
-        if not 0 < rows <= room:
-            raise ConfigError(
-                f"{max(rows, 1):,} rows and {load.steps} steps at depth {depth}, but {name} has positions "
-                f"for {cfg.max_position_embeddings:,} tokens; lower --rows or --steps"
-            )
         given = load.acceptance
         kept = given if isinstance(given, str | int | float) else tuple(given)[:depth]
         config = EngineConfig(
@@ -222,8 +224,8 @@ _HEADERS = (
     "floor, ms",
 )
 _NOTE = (
-    "Launches and their kernels: of a step, by a trace (on a CPU: XLA's operations on all threads, also within "
-    "each other). "
+    "Launches and their kernels: of a step, by a trace (on a CPU: XLA's operations on all threads, also "
+    "within each other). "
 )
 _FLOOR = "Floor: bytes of weights and cached rows that a step reads, if tokens choose experts evenly, over "
 
