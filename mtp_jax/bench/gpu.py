@@ -52,7 +52,7 @@ class Load:
         depths, slots: each pair of these is a level.
         rows: cached rows of each slot; None: ``ROWS``, or the most that leave the model positions for the
             steps.
-        acceptance: as the option of ``LLM``; of shares each depth has its first.
+        acceptance: the option of ``LLM``; each depth has the first of several shares.
         steps: number of steps to time at each level.
         sampled: whether steps are of the program that can sample, which a server runs for greedy rows, too.
     """

@@ -32,7 +32,7 @@ _FP4_ONE = 127
 def abstract_params(cfg: ModelConfig, dtype: str, keep: Collection[str], mesh: Mesh | None = None) -> Params:
     """Shapes of the parameters in memory, of a checkpoint whose weights are stored as ``cfg`` announces.
 
-    dtype: of the model, "float32" or "bfloat16". keep: names of the ways of storing in which weights stay
+    dtype: the model's, "float32" or "bfloat16". keep: names of the ways of storing in which weights stay
     (``checkpoint.formats_kept``). mesh: devices that share them; None: one device.
     """
 

@@ -1,4 +1,4 @@
-"""Shapes of models for measurements with random weights: by name, or as a config.json describes them."""
+"""Shapes of models for measurements with random weights, by name or as a config.json describes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -96,7 +96,7 @@ def find(model: Path, layers: int | None, trunk_alone: bool) -> tuple[str, Model
     Args:
         model: a name of ``NAMED`` or of ``planning.published.KNOWN``, a directory with config.json, or that
             file.
-        layers: layers of the trunk to keep; None: as many as the shape has.
+        layers: layers of the trunk to keep; None: the shape's own number.
         trunk_alone: whether nothing will be drafted.
 
     Raises ConfigError.

@@ -39,10 +39,10 @@ class Measured:
     """Steps of one program.
 
     Attributes:
-        seconds: of a step.
+        seconds: the time of a step.
         call: seconds that the host takes to launch one.
-        tokens: per step and slot.
-        launches: of ``TRACED`` steps.
+        tokens: tokens per step and slot.
+        launches: the launches of ``TRACED`` steps.
     """
 
     seconds: Spread
@@ -52,12 +52,12 @@ class Measured:
 
 
 def growth(depth: int, steps: int) -> int:
-    """The most tokens that a slot gains while so many steps are measured."""
+    """The most tokens that a slot gains while ``steps`` steps are measured."""
     return (depth + 1) * (1 + SETTLE + steps + TRACED)
 
 
 def measure(runner: LocalRunner, key: StepKey, rows: int, steps: int) -> Measured:
-    """Compile a program and time its steps; every slot is in the midst of a request, with so many rows.
+    """Compile a program and time its steps; every slot is in the midst of a request, with ``rows`` rows.
 
     The pages of the cache, and the model's positions, must have room for ``rows`` and ``growth``.
     """
@@ -79,7 +79,7 @@ def measure(runner: LocalRunner, key: StepKey, rows: int, steps: int) -> Measure
 
 
 def declare(runner: LocalRunner, depth: int, rows: int) -> None:
-    """Let every slot be in the midst of a greedy request, with so many random rows behind it."""
+    """Let every slot be in the midst of a greedy request, with ``rows`` random rows behind it."""
 
     def full(array: jax.Array, value: float) -> jax.Array:
         return jnp.full(array.shape, value, array.dtype)
