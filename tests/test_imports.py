@@ -74,6 +74,7 @@ WITHOUT_JAX = (
     "model.specs",
     "options",
     "planning.check",
+    "planning.declared",
     "planning.deployment",
     "planning.exchange",
     "planning.fit",

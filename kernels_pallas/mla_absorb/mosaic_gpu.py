@@ -54,7 +54,7 @@ def mla_absorb(
     parts, tokens = q.shape[0], angles[0].shape[0]
     heads, nope, _ = k_up.shape
     width, row = nope + ROPE, (RANK // BLOCK, BLOCK)
-    # The longest lines of a query of which each of four warps has as many as the others.
+    # The longest lines of a query whose number four warps can share equally.
     line = math.gcd(nope // 4, LINE)
     wg = Warpgroup(interpret is not None)
 

@@ -46,7 +46,7 @@ def sized(
     probe = replace(config, memory_fraction=None, num_pages=config.columns)
     runner = make_runner(cfg, params, probe, mesh)
     page = runner.page_bytes
-    rest = _state_bytes(runner) - config.columns * page  # of slots, and the page that nobody wants
+    rest = state_bytes(runner) - config.columns * page  # of slots, and the page that nobody wants
     room = Room(total, config.memory_fraction, float(used + rest), _programs(runner, probe, structured))
     pages = min(room.holds(page), _MOST_PAGES)
     if not pages:
@@ -59,17 +59,13 @@ def sized(
 
 def _memory(mesh: Mesh | None, fraction: float) -> tuple[int, int]:
     """Bytes of a device, and of these in use, for the device that has least left."""
-    if platform() == "cpu":
-        return memory_size(), resident_bytes()
-    devices = jax.local_devices()[:1] if mesh is None else [*mesh.local_devices]
-    stats = [d.memory_stats() for d in devices]
-    found = [(s["bytes_limit"], s["bytes_in_use"]) for s in stats if s and "bytes_limit" in s]
-    if len(found) < len(devices):
+    found = allocatable(mesh)
+    if found is None:
         raise ConfigError(
-            f"memory_fraction = {fraction:g}, but the device, {devices[0].device_kind}, does not say how "
-            "much memory it has; give num_pages"
+            f"memory_fraction = {fraction:g}, but the device, {jax.local_devices()[0].device_kind}, does not "
+            "say how much memory it has; give num_pages"
         )
-    limit, used = min(found, key=lambda pair: pair[0] - pair[1])
+    limit, used = found
     if platform() != "gpu":
         return limit, used
     share = float(os.environ.get(POOL, _POOL_DEFAULT))
@@ -81,7 +77,22 @@ def _memory(mesh: Mesh | None, fraction: float) -> tuple[int, int]:
     return round(limit / share), used
 
 
-def _state_bytes(runner: LocalRunner) -> int:
+def allocatable(mesh: Mesh | None = None) -> tuple[int, int] | None:
+    """Bytes that JAX may allocate on a device, and of these in use, for the device that has least left.
+
+    None: a device does not say how much memory it has.
+    """
+    if platform() == "cpu":
+        return memory_size(), resident_bytes()
+    devices = jax.local_devices()[:1] if mesh is None else [*mesh.local_devices]
+    stats = [d.memory_stats() for d in devices]
+    found = [(s["bytes_limit"], s["bytes_in_use"]) for s in stats if s and "bytes_limit" in s]
+    if len(found) < len(devices):
+        return None
+    return min(found, key=lambda pair: pair[0] - pair[1])
+
+
+def state_bytes(runner: LocalRunner) -> int:
     """Bytes that the state takes on each device."""
     leaves = jax.tree.leaves(runner.state)
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)

@@ -23,9 +23,17 @@ def local_engine(cfg: ModelConfig, params: Params, config: EngineConfig) -> Engi
 
 
 def make_runner(
-    cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None
+    cfg: ModelConfig,
+    params: Params,
+    config: EngineConfig,
+    mesh: Mesh | None = None,
+    *,
+    allocate: bool = True,
 ) -> LocalRunner:
-    """A runner with the slots and pages that ``config`` says; allocates the cache. Raises ConfigError."""
+    """A runner with the slots and pages that ``config`` says. Raises ConfigError.
+
+    allocate: False: the cache is not allocated, and ``params`` may hold shapes alone: nothing is launched.
+    """
     mesh = with_auto_axes(mesh)
     check_divisible(cfg, mesh)
     params = with_slots(params, config.redundant_experts, mesh)
@@ -36,7 +44,7 @@ def make_runner(
     shape = StateShape(*sizes, config.dtype, fp8, 1 + config.num_speculative_tokens)
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
     how = config.suffix_drafts, config.law, config.adaptive_verification, config.trees
-    runner = LocalRunner(Model(cfg, on), params, shape, *how)
+    runner = LocalRunner(Model(cfg, on), params, shape, *how, allocate=allocate)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

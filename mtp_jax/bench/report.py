@@ -54,6 +54,7 @@ class Report:
         notes: lines below the table.
         figures: all measurements, ready for JSON.
         pending: levels not measured yet; the report grows with each level.
+        faults: failures that the measurement found, for which the command fails.
     """
 
     title: str
@@ -62,10 +63,12 @@ class Report:
     notes: Sequence[str] = ()
     figures: JsonMapping = field(default_factory=dict)
     pending: int = 0
+    faults: Sequence[str] = ()
 
     def text(self) -> str:
-        """The title, the table in Markdown, the notes."""
-        return "\n".join([f"{self.title}\n", table(self.headers, self.rows), *(f"\n{n}" for n in self.notes)])
+        """The title, the table in Markdown, the notes, the faults."""
+        below = (f"\n{n}" for n in (*self.notes, *self.faults))
+        return "\n".join([f"{self.title}\n", table(self.headers, self.rows), *below])
 
 
 def forced(report: Report, law: str) -> Report:

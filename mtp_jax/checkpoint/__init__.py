@@ -22,6 +22,7 @@ __all__ = [
     "Summary",
     "convert",
     "export_nextn",
+    "formats_kept",
     "is_orbax",
     "load",
     "restore",
@@ -72,13 +73,7 @@ def load(
             f"narrow = {narrow!r}; expected one of {', '.join(get_args(NarrowWeights))}, or None"
         )
     mesh = with_auto_axes(mesh)
-    keep = {s.name for s in STORED} - ({"bf16"} if dtype == "bfloat16" else set())
-    if narrow == "dequantise":
-        keep = set()
-    elif narrow != "keep":
-        on_gpu = dtype == "bfloat16" and is_hopper()
-        on_cpu = narrow == "multiplied" and dtype == "float32" and platform() == "cpu" and mesh is None
-        keep = keep if on_gpu or on_cpu else FOUR_BITS
+    keep = formats_kept(dtype, narrow, mesh)
     if not is_orbax(model_dir):
         return load_folder(
             model_dir,
@@ -95,3 +90,13 @@ def load(
     if progress:
         progress(loaded.bytes_read, loaded.bytes_read)
     return loaded
+
+
+def formats_kept(dtype: str, narrow: NarrowWeights | None = None, mesh: Mesh | None = None) -> frozenset[str]:
+    """Names of the ways of storing (``formats.STORED``) in which weights stay in memory; see ``load``."""
+    keep = frozenset(s.name for s in STORED) - ({"bf16"} if dtype == "bfloat16" else set())
+    if narrow == "dequantise":
+        return frozenset()
+    on_gpu = dtype == "bfloat16" and is_hopper()
+    on_cpu = narrow == "multiplied" and dtype == "float32" and platform() == "cpu" and mesh is None
+    return keep if narrow == "keep" or on_gpu or on_cpu else FOUR_BITS

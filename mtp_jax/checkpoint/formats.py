@@ -314,6 +314,21 @@ def staying(spec: Spec, tensors: Tensors, keep: Collection[str]) -> Stored | Non
     return next((s for s in found if all(s.holds(tensors, n) for n in names)), None)
 
 
+def declared(cfg: ModelConfig, spec: Spec) -> tuple[Stored, tuple[Kept, ...]] | None:
+    """The way of storing a parameter that config.json announces, and its arrays, without any file.
+
+    All weights that may be FP8 are, if FP8 is announced; if int4 or FP4, the experts are. None: a plain array
+    of another dtype than bfloat16, or a weight that cannot stay as it is stored.
+    """
+    if cfg.int4_group is not None and spec.axes[0] == "experts":
+        return INT4, INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
+    if cfg.fp4 and spec.axes[0] == "experts":
+        return FP4, FP4.arrays(spec, {})
+    if cfg.fp8 and spec.projects:
+        return (FP8, FP8.arrays(spec, {})) if FP8.can_stay(spec) else None
+    return (BF16, BF16.arrays(spec, {})) if cfg.dtype == "bfloat16" and BF16.can_stay(spec) else None
+
+
 def spec_names(spec: Spec) -> np.ndarray:
     """``spec.names`` as an object array whose shape is the stacked leading dimensions."""
     return np.array(spec.names, dtype=object)

@@ -10,20 +10,17 @@ from jax.sharding import AbstractMesh
 
 from mtp_jax.checkpoint.folder import INDEX, read_config
 from mtp_jax.checkpoint.formats import (
-    BF16,
     FORMATS,
-    FP4,
-    FP8,
-    INT4,
     STORED,
     Kept,
+    declared,
     names_of,
     spec_names,
     staying,
 )
 from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
-from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
+from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.cache_bytes import token_bytes
 from mtp_jax.model.config import CompressedConfig, ModelConfig
@@ -204,10 +201,7 @@ def _has_no_weights(path: Path) -> bool:
 
 
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:
-    """The model that config.json promises.
-
-    If it announces FP8, every weight that may be FP8 counts as FP8; if int4 or FP4, the experts count so.
-    """
+    """The model that config.json promises, with its weights in the formats that it announces."""
     cfg, raw = read_config(path)
     if num_nextn_layers is not None:
         if num_nextn_layers > cfg.num_nextn_predict_layers:
@@ -217,14 +211,8 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
         cfg = cfg.with_nextn(cfg.nextn_moe[:num_nextn_layers])
 
     def kept(spec: Spec, among: Collection[str]) -> tuple[Kept, ...]:
-        if cfg.int4_group is not None and spec.axes[0] == "experts":
-            return INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
-        if cfg.fp4 and spec.axes[0] == "experts":
-            return FP4.arrays(spec, {})
-        if cfg.fp8 and spec.projects:
-            return FP8.arrays(spec, {}) if FP8.can_stay(spec) else ()
-        stays = BF16.name in among and cfg.dtype == "bfloat16" and BF16.can_stay(spec)
-        return BF16.arrays(spec, {}) if stays else ()
+        found = declared(cfg, spec)
+        return found[1] if found and found[0].name in among else ()
 
     formats = names_of(f for f in FORMATS if f.announced(cfg))
     architecture = raw.get("model_type", "deepseek_v3")

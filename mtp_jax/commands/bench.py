@@ -21,6 +21,7 @@ from mtp_jax.commands.parser import (
     add_model,
     add_value,
     counts,
+    folder,
     integers,
     numbers,
     positive,
@@ -61,7 +62,7 @@ def register(subparsers: Subparsers) -> None:
         )
         if plotted:
             sub.add_argument("--png", type=Path, metavar="FILE", help="default: the JSON file's name")
-        if name != "serve":  # `bench serve` measures a server with any model
+        if name not in ("serve", "gpu"):  # a server has its own model, and a GPU is measured without any
             add_model(sub, "directory (default: the demo model)", str, DEMO)
         sub.set_defaults(run=_run, measure=measure, name=name, plotted=plotted)
         return sub
@@ -114,7 +115,30 @@ def register(subparsers: Subparsers) -> None:
     add_value(sub, "--max-tokens", 64, "tokens to generate for each", positive, "N")
     _add_compile_cache(sub)
 
+    _register_gpu(command("gpu", _gpu, "whole steps on one GPU, with random weights of a large model"))
     _register_serve(command("serve", _serve, "an open loop against a server that runs, with OpenAI's API"))
+
+
+def _register_gpu(sub: Parser) -> None:
+    from mtp_jax.bench.shapes import NAMED
+
+    shapes = f"a directory with config.json, or the file, or one of {', '.join(NAMED)}"
+    add_model(sub, shapes, folder)
+    add_value(sub, "--depths", [0, 1, 2, 3], "drafts per step, a level each", integers, "K,...")
+    add_value(sub, "--slots", [1], "slots, each number with every depth", counts, "N,...")
+    help = "cached rows of each slot (default: 4096, or the most that the model has positions for)"
+    sub.add_argument("--rows", type=positive, metavar="N", help=help)
+    help = "layers of the trunk to keep (default: the shape's)"
+    sub.add_argument("--layers", type=positive, metavar="N", help=help)
+    add_value(sub, "--steps", 200, "steps to time at each level", positive, "N")
+    can = "run the program that can sample, as a server does"
+    sub.add_argument("--sampled", action="store_true", help=can)
+    spent = "print the kernels of each level, and the launches of a layer in order"
+    sub.add_argument("--trace", action="store_true", help=spent)
+    _add_acceptance(sub)
+    dry = "without a GPU: count bytes, and lower every program for CUDA; nothing runs"
+    sub.add_argument("--dry-run", action="store_true", help=dry)
+    _add_compile_cache(sub)
 
 
 def _register_serve(sub: Parser) -> None:
@@ -232,6 +256,23 @@ def _window(a: Arguments) -> Reports:
     yield window.run(subject.load(a.model), a.windows, a.rounds, a.depth, a.prompts, a.max_tokens)
 
 
+def _gpu(a: Arguments) -> Reports:
+    from mtp_jax.bench import gpu, shapes
+
+    if a.model is None:
+        raise ConfigError(f"name a directory with config.json, or one of {', '.join(shapes.NAMED)}")
+    name, cfg = shapes.find(a.model, a.layers, not any(a.depths))
+    acceptance = gpu.ACCEPTANCE if a.synthetic_acceptance is None else a.synthetic_acceptance
+    load = gpu.Load(a.depths, a.slots, a.rows, acceptance, a.steps, a.sampled)
+    if a.dry_run:
+        yield from gpu.dry_run(name, cfg, load)
+        return
+    reports = gpu.run(name, cfg, load, a.trace)
+    if gpu.platform() == "cpu":
+        show.note("no GPU is here: these are times of the CPU; --dry-run tells of a GPU without one")
+    yield from reports
+
+
 def _serve(a: Arguments) -> Reports:
     from mtp_jax.bench import served, traffic
 
@@ -311,7 +352,7 @@ def _measure(args: Arguments) -> int:
     made_by = {"command": command, "options": options, "environment": environment()}
     if compile_cache not in (None, "none"):
         use_compile_cache(compile_cache)
-    shown = 0
+    shown, failed = 0, False
     for report in args.measure(args):
         write(report, path, made_by)
         if png is not None:
@@ -319,8 +360,9 @@ def _measure(args: Arguments) -> int:
         if report.pending:
             show.note(table(report.headers, report.rows[shown:]))
             shown = len(report.rows)
+        failed = bool(report.faults)
     written = ", ".join(map(str, filter(None, (path, png))))
     show.write(f"{report.text()}\n\n{command} -> {written}\n")
     if args.plotted and png is None:
         show.note("no figure, as matplotlib is missing: pip install matplotlib")
-    return 0
+    return int(failed)

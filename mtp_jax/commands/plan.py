@@ -21,7 +21,7 @@ from mtp_jax.commands.parser import (
 from mtp_jax.decode.law import GOLDEN, golden_rates
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_config import read_json
+from mtp_jax.planning.declared import declared
 from mtp_jax.planning.fit import MEMORY_FRACTION
 from mtp_jax.planning.hardware import GPUS
 from mtp_jax.planning.published import KNOWN
@@ -128,10 +128,9 @@ def run(args: argparse.Namespace) -> int:
         )
     from mtp_jax.planning import plot, table, text
 
-    path = args.model if args.model.is_file() else args.model / "config.json"
-    cfg = KNOWN.get(str(args.model).lower()) if not path.exists() else None
-    cfg = cfg or _read(args, path)
-    name = path.absolute().parent.name
+    trunk_alone = args.depths == [0] or getattr(args, "num_speculative_tokens", None) == 0
+    option = "--depths" if args.load is None else "--num-speculative-tokens"
+    name, cfg = declared(args.model, trunk_alone, option)
     if args.load is not None:
         return plan_load.run(args, _deployment(args, cfg), name)
     depths = args.depths or (_DEPTHS if cfg.num_nextn_predict_layers else [0])
@@ -145,20 +144,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         show.write(text.text(plan, name) + "\n")
     return 0
-
-
-def _read(args: argparse.Namespace, path: Path) -> ModelConfig:
-    """The model of a config.json; where it has DSpark stages, the trunk alone. Raises ConfigError."""
-    raw = read_json(path)
-    cfg = ModelConfig.from_dict(raw)
-    if not any(key.startswith("dspark_") for key in raw):
-        return cfg
-    if args.depths != [0] and getattr(args, "num_speculative_tokens", None) != 0:
-        option = "--depths" if args.load is None else "--num-speculative-tokens"
-        raise ConfigError(
-            f"{path} declares DSpark stages, whose drafts are not estimated; plan the trunk, with {option} 0"
-        )
-    return cfg.without_drafts()
 
 
 def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":

@@ -216,17 +216,24 @@ class Programs:
             return self._compile_pages(key)
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
-        return self._lower(key).compile(self._options)
+        return self.lowered(key).compile(self._options)
 
-    def _lower(self, key: StepKey | DraftKey) -> jax.stages.Lowered:
+    def lowered(self, key: StepKey | DraftKey, platform: str | None = None) -> jax.stages.Lowered:
+        """A program before XLA compiles it; of a step that is not structured.
+
+        platform: "cpu" or "cuda", which need not be here, for its text alone; None: this process's own.
+        """
+        return self._traced(key).lower(lowering_platforms=None if platform is None else (platform,))
+
+    def _traced(self, key: StepKey | DraftKey) -> jax.stages.Traced:
         if isinstance(key, DraftKey):
             run = _named(DraftAlone(self.model, self.drafter, key), name_of(key))
-            return jax.jit(run, out_shardings=self._everywhere).lower(self._params, self._state, _NUMBER)
+            return jax.jit(run, out_shardings=self._everywhere).trace(self._params, self._state, _NUMBER)
         run = _named(self._step_of(key), name_of(key))
         jitted = jax.jit(run, donate_argnums=1, out_shardings=self._out())
         estimate = jax.ShapeDtypeStruct((len(Source), key.depth, 2), jnp.float32)
         given = self._chunk(key), _NUMBER, None if key.kept is None else estimate
-        return jitted.lower(self._params, self._state, *given)
+        return jitted.trace(self._params, self._state, *given)
 
     def _step_of(self, key: StepKey) -> Step:
         return Step(self.model, self.drafter, key, self.law, self.margins)

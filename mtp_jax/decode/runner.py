@@ -49,11 +49,13 @@ class LocalRunner(DeviceRunner):
         law: Law | None = None,
         margins: bool = False,
         tree: TreeShape | None = None,
+        allocate: bool = True,
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
         suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law, margins:
-        see ``Step``. tree: trees that the drafter grows; None: chains.
+        see ``Step``. tree: trees that the drafter grows; None: chains. allocate: False: the cache stays
+        released, and ``state`` has its shapes.
         """
         drafter, on = build(model.cfg, suffix_drafts, tree), model.on
         # The passes of several NextN layers differ, so no loop can compute them.
@@ -64,7 +66,7 @@ class LocalRunner(DeviceRunner):
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(model, drafter, shape, self.layout, groups)
         self.programs = Programs(model, drafter, shapes(self.params), abstract, law, margins)
-        self._abstract, self.state = abstract, empty_state(abstract)
+        self._abstract, self.state = abstract, empty_state(abstract) if allocate else abstract
         self._shape = shape
 
     def take(self, params: Params) -> None:

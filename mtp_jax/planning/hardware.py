@@ -68,3 +68,14 @@ def gpu_named(name: str) -> Gpu:
         return GPUS[name.lower()]
     except KeyError:
         raise ConfigError(f"unknown GPU {name!r:.80}; expected one of {', '.join(GPUS)}") from None
+
+
+def gpu_of(device: str) -> Gpu | None:
+    """The kind of a device that the driver names so, such as "NVIDIA H100 80GB HBM3"; None if unknown.
+
+    Cards on PCIe boards have other peaks and are unknown.
+    """
+    words = device.upper().split()
+    if {"PCIE", "NVL"} & {*words}:
+        return None
+    return next((gpu for name, gpu in GPUS.items() if name.upper() in words), None)

@@ -16,6 +16,7 @@ from mtp_jax.bench import machine
 from mtp_jax.bench.cost import of_launch
 from mtp_jax.bench.report import Spread, environment
 from mtp_jax.bench.subject import Subject
+from mtp_jax.bench.trace import Trace, read
 from mtp_jax.decode.keys import StepKey, name_of
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.speculation import Speculation
@@ -63,7 +64,7 @@ def profile(subject: Subject, options: Options, out: Path) -> Profile:
         compiles.write(compiled, out / "compiles.jsonl")
         _refuse(compiled[before:])
     (recorded,) = (out / "trace").rglob("*.xplane.pb")
-    found = trace.read(recorded, _WINDOW)
+    found = read(recorded, _WINDOW)
     engine, runner = work.engine, local_runner(work.engine)
     ran = {op.module for line in found.lines for op in line}
     programs, scopes = [], {}
@@ -158,7 +159,7 @@ def _refuse(late: Sequence[Compile]) -> None:
         )
 
 
-def _program(subject: Subject, engine: Engine, key: StepKey, found: trace.Trace) -> Program:
+def _program(subject: Subject, engine: Engine, key: StepKey, found: Trace) -> Program:
     spans = [
         end - start for (m, _), (start, end) in trace.launches(found).items() if m == f"jit_{name_of(key)}"
     ]

@@ -39,7 +39,7 @@ def test_the_cache_takes_what_is_left_and_no_more(device, mesh, kv_cache_dtype):
     config, room = sized(TINY, tiny_params(), given, devices, True)
     assert (config.memory_fraction, room.total, room.fraction) == (None, GIB, 0.5)
     runner = make_runner(TINY, tiny_params(), replace(config, num_pages=10), devices)
-    page, small = runner.page_bytes, cache_size._state_bytes(runner)
+    page, small = runner.page_bytes, cache_size.state_bytes(runner)
     assert config.num_pages is not None
     # The state with all its pages, as this one has ten: within the share, and not a page more would be.
     state = small + (config.num_pages - 10) * page

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from kernels_pallas.deviceless import target
+from mtp_jax.bench.shapes import v3
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import mosaic_gpu
 from mtp_jax.model.cache import LayerCache, PagedView
@@ -27,7 +28,7 @@ from mtp_jax.model.device import compiler_options
 from mtp_jax.model.experts.exchange import Exchange
 from mtp_jax.model.sharding import partition
 from mtp_jax.model.visible import chain
-from tests.kernels.compile_step import PAGE, abstract_params, config
+from tests.kernels.compile_step import PAGE, fp8_params
 
 SLOTS, WINDOW, ROWS = 64, 2, 1024
 
@@ -36,7 +37,7 @@ def compile_trunk(gpus: int, micro_batches: int, layers: int, room: float, dump:
     """The text of the compiled pass of one dense layer and so many MoE layers over all slots' windows."""
     mesh = target.h200s((gpus, 1), ("data", "model"))
     exchange = Exchange(gpus, 1 if gpus == 8 else 8, room)
-    on, cfg = mosaic_gpu(mesh, exchange=exchange, micro_batches=micro_batches), config(1 + layers)
+    on, cfg = mosaic_gpu(mesh, exchange=exchange, micro_batches=micro_batches), v3(1 + layers)
     slots, columns = gpus * SLOTS, ROWS // PAGE
 
     def array(dtype: Any, axis: str, *shape: int) -> jax.ShapeDtypeStruct:
@@ -54,7 +55,7 @@ def compile_trunk(gpus: int, micro_batches: int, layers: int, room: float, dump:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         told = compiler_options(micro_batches)
     function = jax.jit(run, donate_argnums=4, compiler_options=told)
-    compiled = target.compile_for(mesh, function, abstract_params(cfg, mesh), *inputs, dump=dump)
+    compiled = target.compile_for(mesh, function, fp8_params(cfg, mesh), *inputs, dump=dump)
     return compiled.as_text() or ""
 
 

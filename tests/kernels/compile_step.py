@@ -16,7 +16,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
+from mtp_jax.bench.random_weights import abstract_params
+from mtp_jax.bench.shapes import INDEXER, v3
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode, StepKey
@@ -38,9 +40,8 @@ from mtp_jax.model.device import compiler_options
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form
 from mtp_jax.model.narrow import Fp8
-from mtp_jax.model.params import Layer, Params, Spec, dtype_of, param_specs
+from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.sharding import partition
-from mtp_jax.model.spec import may_be_narrow, scale_spec
 from mtp_jax.model.trunk import Model, Sight, block
 from mtp_jax.model.visible import chain
 
@@ -67,7 +68,6 @@ class Load:
     depth: int = 3
 
 
-INDEXER = IndexerConfig(heads=64, dim=128, topk=2048)
 # Sizes that no weight has, so that arrays of tokens and of rows are told from weights by their shapes.
 LOADS = {
     "": Load(128, 4096),
@@ -81,51 +81,9 @@ DENSE = LOADS[""]
 WHOLE = 61 + 1
 
 
-def config(layers: int, indexer: IndexerConfig | None = None, experts: int = 256) -> ModelConfig:
-    """DeepSeek-V3, or V3.2, with fewer layers, and perhaps fewer experts."""
-    return ModelConfig(
-        indexer=indexer and replace(indexer, shared=(False,) * layers),
-        vocab_size=129280,
-        hidden_size=7168,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        num_hidden_layers=layers,
-        num_attention_heads=128,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=experts,
-        n_shared_experts=1,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
-        routed_scaling_factor=2.5,
-        first_k_dense_replace=1,
-        max_position_embeddings=163840,
-        num_nextn_predict_layers=1,
-        nextn_moe=(True,),
-        eos_token_ids=(1,),
-        dtype="bfloat16",
-    )
-
-
-def abstract_params(cfg: ModelConfig, mesh: Mesh) -> Params:
+def fp8_params(cfg: ModelConfig, mesh: Mesh) -> Params:
     """Shapes of the parameters, projections in FP8."""
-
-    def array(spec: Spec, dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=NamedSharding(mesh, partition(*spec.axes)))
-
-    def of(spec: Spec) -> Any:
-        name = spec.names
-        while not isinstance(name, str):
-            name = name[0]
-        if not may_be_narrow(name) or spec.rows is not None:
-            return array(spec, dtype_of(spec, cfg.dtype))
-        return Fp8(array(spec, jnp.float8_e4m3fn), array(scale_spec(spec), jnp.float32))
-
-    return jax.tree.map(of, param_specs(cfg))
+    return abstract_params(cfg, cfg.dtype, {"fp8"}, mesh)
 
 
 @dataclass(frozen=True)
@@ -165,13 +123,13 @@ def backend(mesh: Mesh) -> Backend:
 
 def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Program:
     """The greedy step of a model with so many layers; its cache is donated."""
-    cfg, data, columns = config(layers, load.indexer), mesh.shape["data"], load.rows // PAGE
+    cfg, data, columns = v3(layers, load.indexer), mesh.shape["data"], load.rows // PAGE
     sizes = StateShape(load.slots, load.slots // data * columns, PAGE, columns, cfg.dtype)
     model, drafter = Model(cfg, backend(mesh)), build(cfg)
     state = abstract_state(Model(cfg, xla(mesh)), drafter, sizes)
     step = Step(model, drafter, StepKey(load.slots, load.depth, columns, SamplingMode()))
     run = jax.jit(step, donate_argnums=1)
-    return compile_program(mesh, run, abstract_params(cfg, mesh), state, dump=dump)
+    return compile_program(mesh, run, fp8_params(cfg, mesh), state, dump=dump)
 
 
 def compile_layers(mesh: Mesh, layers: int, dump: Path, load: Load = DENSE) -> Program:
@@ -184,8 +142,8 @@ def layers_of(
     mesh: Mesh, layers: int, on: Backend, form: Form = "absorbed", load: Load = DENSE
 ) -> tuple[Any, tuple[Any, ...]]:
     """DeepSeek-V3's MoE layers as a function to compile, and the shapes of its inputs."""
-    cfg = config(1 + layers, load.indexer, load.experts)
-    return moe_layers(cfg, abstract_params(cfg, mesh), mesh, on, form, load)
+    cfg = v3(1 + layers, load.indexer, load.experts)
+    return moe_layers(cfg, fp8_params(cfg, mesh), mesh, on, form, load)
 
 
 def moe_layers(
@@ -298,10 +256,10 @@ def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     """Memory of the step, and whether it makes wider copies of weights, or arrays of all that tokens see."""
     started, program = time.perf_counter(), compile_step(4, mesh, dump, load)
     memory: Any = program.compiled.memory_analysis()
-    width = config(4).latent_dim + (load.indexer.dim if load.indexer else 0)
+    width = v3(4).latent_dim + (load.indexer.dim if load.indexer else 0)
     of_layer = load.slots // mesh.shape["data"] * load.rows * width * 2
     cache, share = 5 * of_layer, 100 * program.temp_mib * 2**20 / (WHOLE * of_layer)
-    copies = wide_copies(program.compiled, abstract_params(config(4, load.indexer), mesh))
+    copies = wide_copies(program.compiled, fp8_params(v3(4, load.indexer), mesh))
     beyond = beyond_scores(program.compiled, mesh, load)
     gib = {what: getattr(memory, f"{what}_size_in_bytes") / 2**30 for what in ("argument", "alias")}
     print(

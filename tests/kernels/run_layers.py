@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.checking.verify import distance
+from mtp_jax.bench.random_weights import random_params
+from mtp_jax.bench.shapes import INDEXER
 from mtp_jax.engine.config import KernelChoice
 from mtp_jax.model.backend import backend
 from mtp_jax.model.device import is_hopper
 from mtp_jax.model.products.stream import plus, stream
 from mtp_jax.model.sharding import make_mesh
-from tests.kernels.compile_step import INDEXER, Load, layers_of
-from tests.kernels.random_weights import random_params
+from tests.kernels.compile_step import Load, layers_of
 
 # Kernels quantise activations: 2.5 % of a product's norm, 4.4 % of a SwiGLU layer's (docs/kernels.md).
 MOST = 0.1
@@ -36,7 +37,7 @@ def run(load: Load, layers: int, kernels: KernelChoice, key: jax.Array) -> jax.A
     # Page 0 belongs to no slot.
     columns = 1 + jnp.arange(table.shape[0] * table.shape[1], dtype=jnp.int32).reshape(table.shape)
     cache = jax.tree.map(lambda p: jax.random.normal(keys[2], p.shape, p.dtype), pages)
-    out, _ = function(random_params(keys[0], params), given, at, columns, tuple(cache))
+    out, _ = function(random_params(keys[0], params, load.experts), given, at, columns, tuple(cache))
     x, parts = stream(out)
     return (plus(x, parts).astype(jnp.float32) - given.astype(jnp.float32)).block_until_ready()
 

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import jax
 import pytest
 
+from mtp_jax.bench.random_weights import abstract_params
+from mtp_jax.bench.shapes import v3
 from mtp_jax.model.backend import backend, mosaic_gpu
 from mtp_jax.model.mla import Form
-from mtp_jax.model.params import dtype_of, param_specs
 from mtp_jax.model.sharding import make_mesh
-from tests.kernels.compile_step import DENSE, LOADS, Load, config, layers_of, moe_layers
+from tests.kernels.compile_step import DENSE, LOADS, Load, layers_of, moe_layers
 
 # Fields in which GLM-4.7-Flash's config.json differs from DeepSeek-V3's; its weights are bfloat16.
 GLM_FLASH: dict[str, Any] = {
@@ -49,12 +50,9 @@ def test_kernels_are_chosen_on_hopper(form: Form):
 
 @pytest.mark.parametrize("form", ["absorbed", "naive"])
 def test_a_layer_of_glm_flash_is_refused_no_kernel(form: Form):
-    cfg = replace(config(2), **GLM_FLASH)
-    params = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype_of(spec, cfg.dtype)), param_specs(cfg)
-    )
-    on, load = mosaic_gpu(strict=True), Load(8, 1024)
-    built = partial(moe_layers, cfg, params, make_mesh(1, 1), on, form, load)
+    cfg = replace(v3(2), **GLM_FLASH)
+    mesh, on, load = make_mesh(1, 1), mosaic_gpu(strict=True), Load(8, 1024)
+    built = partial(moe_layers, cfg, abstract_params(cfg, cfg.dtype, set(), mesh), mesh, on, form, load)
     # Attention, absorbed in parts that a second kernel merges; choice and layout; two products of experts.
     assert calls("NVIDIA H200", built) == {"absorbed": 2, "naive": 1}[form] + 2 + 2
 

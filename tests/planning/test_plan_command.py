@@ -245,7 +245,7 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("--check DeepSeek-V3", "--check compares DeepSeek-V3 and V4 with published speeds; leave out Deep"),
         (
             "dspark.json",
-            "dspark.json declares DSpark stages, whose drafts are not estimated; plan the trunk, ",
+            "dspark.json declares DSpark stages, which its tensors alone describe; take the trunk, ",
         ),
         ("dspark.json --depths 1", "with --depths 0"),
         ("dspark.json --load load.jsonl", "with --num-speculative-tokens 0"),

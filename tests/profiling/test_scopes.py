@@ -2,8 +2,9 @@
 
 import pytest
 
+from mtp_jax.bench.trace import Op, Trace
 from mtp_jax.profiling.scopes import BOOKKEEPING, NOWHERE, Scope, scope_of, scope_of_program, scopes_of
-from mtp_jax.profiling.trace import DISPATCH, HOST_GAP, Op, Trace, by_scope, launches
+from mtp_jax.profiling.trace import DISPATCH, HOST_GAP, by_scope, launches
 
 HLO = """\
 %fused_computation (p.1: f32[2]) -> f32[2] {
