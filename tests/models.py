@@ -259,8 +259,8 @@ def sharing_programs() -> Iterator[None]:
     """Have engines of this process with equal shapes share their programs, however they are made."""
     init = LocalRunner.__init__
 
-    def sharing(self: LocalRunner, *given: Any) -> None:
-        init(self, *given)
+    def sharing(self: LocalRunner, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
         self.programs = _shared(self.programs)
 
     with pytest.MonkeyPatch.context() as patch:
