@@ -311,9 +311,10 @@ def test_kernels_of_few_rows_read_them_where_they_lie(calls):
     assert 0 < distance(got, plainly()[:1]) < 0.1
 
 
-def test_kernels_on_a_mesh(calls):
+@pytest.mark.parametrize("data", [1, 2])
+def test_kernels_on_a_mesh(calls, data):
     want = plainly()
-    got = hidden(aligned(), kernels(make_mesh(2, 2)))
+    got = hidden(aligned(), kernels(make_mesh(data, 2)))
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     # Parts are summed in bfloat16, whose rounding flips some of the values quantised next.

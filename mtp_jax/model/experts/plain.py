@@ -177,7 +177,11 @@ class Experts:
     ) -> tuple[Float[Array, "B W D"], Routing]:
         """Run one device's experts over all rows. Choosing for all rows takes less than gathering choices."""
         (own, width, _), counts = scored.logits.shape, scored.counts
-        mine, x = jax.lax.axis_index("data") * own, x.gathered(own * width)
+        mine = jax.lax.axis_index("data") * own
+        if (
+            self._mesh.shape["data"] > 1
+        ):  # a gather leaves out the rows that fill tiles, which kernels add again
+            x = x.gathered(own * width)
         own_experts = None if p.copies is not None else Own(self._first(p), p.down.shape[0])
         r = self._choose(cfg, p.bias, jax.tree.map(_gathered, scored), own_experts)
         part = self._own_experts(p, x, _in_slots(p, r, 0), limit=cfg.swiglu_limit)
