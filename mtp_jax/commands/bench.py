@@ -337,7 +337,10 @@ def _measure(args: Arguments) -> int:
     from mtp_jax.bench.report import check, environment, table, write
 
     command = f"mtp-jax {shlex.join(args.command)}"
-    subject = str(getattr(args, "url", None) or args.model).rstrip("/").rpartition("/")[2].replace(":", "-")
+    model = args.model
+    if isinstance(model, Path) and model.is_file():  # a config.json is named as its directory
+        model = model.absolute().parent
+    subject = str(getattr(args, "url", None) or model).rstrip("/").rpartition("/")[2].replace(":", "-")
     path = args.json or _free(Path(f"build/bench/{args.name}-{subject}.json"), command)
     check(path)
     png = None
