@@ -14,7 +14,7 @@ def best_tokens(
     hidden: Float[Array, "*b D"], table: Table, on: Backend
 ) -> tuple[Int[Array, "*b"], Bool[Array, "*b"]]:
     """``argmax`` of every row's logits and whether all are finite, by parts (``Products.head_parts``)."""
-    size = -(-table.shape[0] // on.products.head_parts)
+    size = -(-table.shape[0] // on.products.head_parts(hidden))
 
     def of(start: int, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         part: Table = jax.tree.map(lambda a: a[start : start + size], table)

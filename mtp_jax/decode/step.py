@@ -201,7 +201,7 @@ class Step:
             features = [features_of(self.drafter, h, t) for h, t in zip(hidden, taps, strict=True)]
             scored = hidden if chunk is None else [*hidden[:-1], prefill.last_of(hidden[-1], chunk)]
             plain = self.key.mode == SamplingMode() and chunk is None
-            logits = [] if plain and on.products.head_parts > 1 else self._logits(params, scored)
+            logits = [] if plain and on.products.head_parts(hidden[0]) > 1 else self._logits(params, scored)
         state, results = state.replace(trunk=traced.caches), []
         if state.experts is not None:
             state = state.replace(experts=counted(state.experts, traced.routing, on.mesh))

@@ -124,7 +124,7 @@ def test_the_head_of_the_trunk_is_a_row_of_the_phase_that_runs_it(profiled):
 
 
 def test_greedy_steps_that_look_at_the_vocabulary_in_parts_have_their_head_in_verify(subject, monkeypatch):
-    monkeypatch.setattr(CpuProducts, "head_parts", 3)
+    monkeypatch.setattr(CpuProducts, "head_parts", lambda *_: 3)
     engine = subject.engine(2, slots=2, max_model_len=16)
     key = StepKey(2, 2, 1, SamplingMode())
     engine.runner.compile([key])

@@ -47,8 +47,7 @@ class CpuProducts(Products):
             y = of_arrays(flat, expand(w, x.dtype).reshape(-1, w.shape[-1]))
         return y.astype(dtype).reshape(shape)
 
-    @property
-    def head_parts(self) -> int:
+    def head_parts(self, hidden: Float[Array, "*b D"]) -> int:
         """One part, all logits at once: memory is not scarce, and every part is a further pass."""
         return 1
 

@@ -1,6 +1,7 @@
 """Products and norms in plain XLA, as the papers write them: the oracle of the other products."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -111,14 +112,16 @@ class Products:
         rows = hidden.astype(jnp.float32 if isinstance(table, Bf16) else table.dtype)
         return self.product(rows, table, jnp.float32)
 
-    @property
-    def head_parts(self) -> int:
-        """Logits by parts of the vocabulary, which greedy decoding takes one after the other.
+    def head_parts(self, hidden: Float[Array, "*b D"]) -> int:
+        """The number of parts of the vocabulary whose logits greedy decoding takes one after the other.
 
-        All logits would be a step's largest array, unless devices share them; a quarter of them takes less
-        memory than a layer's experts need.
+        All logits of many rows would be a step's largest array, unless devices share them; a quarter of them
+        takes less memory than a layer's experts need. They are not cut where they take less than a hundredth
+        of the table: each part is a dozen launches, and of a single row XLA would widen all parts beforehand.
         """
-        return 4 if ways("vocab", self.mesh) == 1 else 1
+        rows, width = math.prod(hidden.shape[:-1]) // ways("slots", self.mesh), hidden.shape[-1]
+        few = rows * 100 * jnp.dtype(jnp.float32).itemsize <= width * jnp.dtype(jnp.bfloat16).itemsize
+        return 1 if few or ways("vocab", self.mesh) > 1 else 4
 
     def reads_stacks(self, layer: Layer) -> bool:
         """Whether loops over a stack of such layers read the weights where they lie."""
