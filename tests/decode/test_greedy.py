@@ -40,7 +40,7 @@ def test_parts_do_not_show(monkeypatch, parts):
 
 @pytest.mark.parametrize(("rows", "parts"), [(1, 1), (35, 1), (36, 4), (512, 4)])
 def test_logits_of_few_rows_are_not_cut(rows, parts):
-    """By DeepSeek-V3's table: 35 rows' logits in float32 are 0.98 % of its bytes in bfloat16."""
+    """The logits of 35 rows, in float32, are 0.98 % of the bytes of DeepSeek-V3's table in bfloat16."""
     hidden = jnp.zeros((rows, 1, 7168), jnp.bfloat16)
     assert xla().products.head_parts(hidden) == parts
     assert xla(make_mesh(1, 2)).products.head_parts(hidden) == 1  # devices share the logits
