@@ -46,7 +46,7 @@ def sized(
     probe = replace(config, memory_fraction=None, num_pages=config.columns)
     runner = make_runner(cfg, params, probe, mesh)
     page = runner.page_bytes
-    rest = state_bytes(runner) - config.columns * page  # of slots, and the page that nobody wants
+    rest = state_bytes(runner) - config.columns * page  # bytes of the slots, and of the spare page
     room = Room(total, config.memory_fraction, float(used + rest), _programs(runner, probe, structured))
     pages = min(room.holds(page), _MOST_PAGES)
     if not pages:

@@ -36,8 +36,9 @@ from mtp_jax.planning.hardware import GPUS, Gpu, gpu_of
 
 # 2.9 tokens per step with three drafts: SGLang's and DeepSeek's reports of DeepSeek-V3 name 2.4 to 3.
 ACCEPTANCE = 0.85, 0.64, 0.41
+# The context of the kernels' cases and of the compiled steps' budget.
 ROWS = 4096
-_MOST = 25  # kernels to print of a level
+_MOST = 25  # kernels to print of a level, so that it fits on a screen; the JSON has all
 _GIB = 2**30
 # The attributes that Pallas reads of the device that a program is lowered for; H100s have the same.
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

@@ -127,7 +127,7 @@ def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
 
 
 def _differing(one: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """The fields in which two configurations differ, those of parts by dotted names, and both values."""
+    """Fields that differ between two configurations, and both values; fields of parts have dotted names."""
     for name in (f.name for f in fields(one)):
         a, b = getattr(one, name), getattr(other, name)
         if is_dataclass(a) and type(a) is type(b):

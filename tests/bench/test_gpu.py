@@ -132,7 +132,7 @@ def test_a_dry_run_lowers_a_program_and_counts_bytes(tmp_path, capsys):
     assert figures["weight_bytes"] == nbytes(
         abstract_params(tiny(1).without_drafts(), "bfloat16", {"fp8", "int4", "fp4"})
     )
-    # A page more than the slot has, which nobody wants; and rows of bfloat16 in one layer.
+    # The slot has one page less than the cache, whose spare page takes discarded rows; bfloat16 in one layer.
     pages = -(-(4096 + steps.growth(0, 200)) // 64) + 1
     assert level["cache_bytes"] == pytest.approx(pages * 64 * 576 * 2, rel=0.02)
     assert level["kernel_calls"] > 8

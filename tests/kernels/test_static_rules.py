@@ -1,4 +1,4 @@
-"""Static rules of compiled kernels: a right kernel, written by hand, and one that breaks each rule."""
+"""Static rules pass a right kernel, written by hand, and fail each copy of it that breaks one."""
 
 from dataclasses import replace
 
