@@ -14,7 +14,7 @@ INPUTS := pyproject.toml constraints.txt
 GPU_COMPILE := build/gpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow test-nightly test-gpu lint format types gpu-compile bench soak clean
+.PHONY: demo test test-all test-slow test-nightly test-gpu lint format types gpu-compile bench soak clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -26,8 +26,12 @@ demo: $(VENV)/.runtime
 	@echo '==> next: $(BIN)/mtp-jax serve, a chat page at http://127.0.0.1:8000; examples/; README.md lists what to read'
 
 test: $(VENV)/.dev
-	@echo "==> running the fast tests"
-	@$(BIN)/python -m pytest -q --durations=25 $(PYTEST_ARGS)
+	@echo "==> running the tests that every change needs"
+	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev
+	@echo "==> running the rest: further cases of what \`make test\` holds once"
+	@$(BIN)/python -m pytest -q -m "rest and not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev
 	@echo "==> running the slow tests"

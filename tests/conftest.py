@@ -2,26 +2,37 @@
 
 import gc
 import os
+import sys
+import zlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
 from tests import compiling, shapes
+from tests.cpu_time import CpuTime
 
 # The float32 comparisons hold on the CPU; `make test-gpu` asks for a GPU. Set before jax is imported, and in
 # the environment, so that programs started by tests follow.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Other workers, and programs that tests start, would compile every module again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs as they are for users")
+    parser.addoption(
+        "--lower-cpu-budget", action="store_true", help="write tests/cpu_budget.toml with less CPU time"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("optimised"):
         compiling.compile_fast()
         compiling.share_contexts()
+        config.pluginmanager.register(CpuTime(config))
     # How long an example takes depends on what else the computer does.
     settings.register_profile("suite", deadline=None)
     settings.load_profile("suite")
@@ -38,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache := getattr(config, "cache", None):  # unless -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax") / program_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random data of one test, seeded by its id: the same in any order of the tests."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,23 +11,22 @@ from mtp_jax.decode import verify as vf
 from tests.compiling import AS_FOR_USERS
 
 N = 40_000
-RNG = np.random.default_rng(0)
 
 
 def keys(rows: int, position: int = 0) -> jax.Array:
     return sm.row_keys(jnp.arange(rows, dtype=jnp.uint32), jnp.full(rows, position), sm.Purpose.SAMPLE)
 
 
-def law(size: int, sharp: float = 1.0) -> np.ndarray:
-    p = np.exp(sharp * RNG.normal(size=size))
+def law(rng: np.random.Generator, size: int, sharp: float = 1.0) -> np.ndarray:
+    p = np.exp(sharp * rng.normal(size=size))
     return (p / p.sum()).astype(np.float32)
 
 
 draw = jax.jit(sm.gumbel_sample, compiler_options=AS_FOR_USERS)  # many rows
 
 
-def test_one_draw_has_the_law():
-    p = law(7, 1.5)
+def test_one_draw_has_the_law(rng):
+    p = law(rng, 7, 1.5)
     p[3] = 0
     p /= p.sum()
     seen = np.bincount(draw(keys(N), jnp.tile(p, (N, 1))), minlength=7)
@@ -45,10 +44,10 @@ def test_many_equal_tokens_are_drawn_alike():
 
 
 @pytest.mark.parametrize("near", [0.05, 1.0])
-def test_draws_agree_as_often_as_they_should(near):
+def test_draws_agree_as_often_as_they_should(rng, near):
     """sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), which is at least (1 - d) / (1 + d)."""
-    p = law(9).astype(np.float64)
-    q = p * np.exp(near * RNG.normal(size=9))
+    p = law(rng, 9).astype(np.float64)
+    q = p * np.exp(near * rng.normal(size=9))
     q /= q.sum()
     agree = (1 / np.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)).sum()
     distance = np.abs(p - q).sum() / 2
@@ -62,13 +61,13 @@ def test_broken_rows_have_no_token():
     np.testing.assert_array_equal(draw(keys(3), probs), [sm.NO_TOKEN, sm.NO_TOKEN, 1])
 
 
-def test_the_verdict_keeps_what_the_target_draws():
+def test_the_verdict_keeps_what_the_target_draws(rng):
     rows, depth, vocab = 500, 3, 6
-    target = np.stack([[law(vocab) for _ in range(depth + 1)] for _ in range(rows)])
+    target = np.stack([[law(rng, vocab) for _ in range(depth + 1)] for _ in range(rows)])
     each = jnp.stack([keys(rows, i) for i in range(depth + 1)], axis=1)
     own = np.asarray(draw(each, target))
-    drafts = np.where(RNG.random((rows, depth)) < 0.6, own[:, :-1], RNG.integers(-1, vocab, (rows, depth)))
-    num_drafts = RNG.integers(0, depth + 1, rows)
+    drafts = np.where(rng.random((rows, depth)) < 0.6, own[:, :-1], rng.integers(-1, vocab, (rows, depth)))
+    num_drafts = rng.integers(0, depth + 1, rows)
     verdict = vf.coupled(each, jnp.asarray(target), jnp.asarray(drafts, jnp.int32), jnp.asarray(num_drafts))
     accepted = np.asarray(verdict.accepted)
     for row in range(rows):

@@ -23,9 +23,9 @@ from tests.compiling import AS_FOR_USERS
 V, LENGTH, ROWS = 6, 3, 12_000  # vocabulary, emitted tokens compared, rows per configuration
 DEPTH = 3  # drafts per step
 START = 0  # the newest token when the loop begins
-RNG = np.random.default_rng(0)
-TARGET = RNG.normal(0, 1.2, (V, V)).astype(np.float32)  # logits after each token
-DRAFTER = (TARGET + RNG.normal(0, 1.0, (V, V))).astype(np.float32)
+_DATA = np.random.default_rng(0).normal(size=(2, V, V))
+TARGET = (1.2 * _DATA[0]).astype(np.float32)  # logits after each token
+DRAFTER = (TARGET + _DATA[1]).astype(np.float32)
 LOSSLESS = {"rejection": vf.rejection, "block": vf.block}
 Verifier = Callable[..., vf.Verdict]
 

@@ -1,7 +1,7 @@
 """What sparse attention chooses, how choices are read from pages, and how few entries that touches."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,22 +30,39 @@ from tests.models import TINY
 B, W, HEADS, DIM, SIZE, COLUMNS, TOPK = 2, 3, 4, 8, 4, 8, 8
 ROWS = SIZE * COLUMNS
 CFG = replace(TINY, indexer=IndexerConfig(HEADS, DIM, TOPK, shared=(False, False)))
-RNG = np.random.default_rng(3)
 
 
-def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+@dataclass(frozen=True)
+class Draw:
+    """What random tests ask of attention with an indexer."""
+
+    rng: np.random.Generator
+
+    def normal(self, *shape: int) -> jax.Array:
+        return jnp.asarray(self.rng.normal(size=shape), jnp.float32)
+
+    def asked(self) -> IndexQueries:
+        return IndexQueries(self.normal(B, W, HEADS, DIM), self.normal(B, W, HEADS))
+
+    def queries(self) -> Queries:
+        sizes = TINY.qk_nope_head_dim, TINY.qk_rope_head_dim
+        q, q_rope = (self.normal(B, W, TINY.num_attention_heads, n) for n in sizes)
+        return Queries(q, q_rope)
+
+    def ups(self) -> Ups:
+        sizes = TINY.qk_nope_head_dim, TINY.v_head_dim
+        return Ups(*(self.normal(TINY.num_attention_heads, n, TINY.kv_lora_rank) for n in sizes))
+
+    def view(self, lengths: Any = (20, 29), form: Any = "absorbed") -> PagedView:
+        start = jnp.asarray(lengths)
+        table = jnp.asarray(self.rng.permutation(B * COLUMNS).reshape(B, COLUMNS))
+        written = start[:, None] + jnp.arange(W)
+        return PagedView(table, written, chain(start, jnp.full(B, W)), form)
 
 
-def asked() -> IndexQueries:
-    return IndexQueries(normal(B, W, HEADS, DIM), normal(B, W, HEADS))
-
-
-def view(lengths: Any = (20, 29), form: Any = "absorbed") -> PagedView:
-    start = jnp.asarray(lengths)
-    table = jnp.asarray(RNG.permutation(B * COLUMNS).reshape(B, COLUMNS))
-    written = start[:, None] + jnp.arange(W)
-    return PagedView(table, written, chain(start, jnp.full(B, W)), form)
+@pytest.fixture
+def draw(rng) -> Draw:
+    return Draw(rng)
 
 
 def paged(cache: LayerCache, where: PagedView, only: Any = None) -> Paged:
@@ -64,9 +81,9 @@ def test_the_best_are_chosen_in_order():
     assert chosen_of([-1, -5], topk=3) == [0, 1]
 
 
-def test_a_score_of_a_broken_key_is_no_number():
-    keys = normal(B, ROWS, DIM).at[:, 7].set(jnp.nan)
-    found = jax.jit(indexer.scores)(asked(), keys)
+def test_a_score_of_a_broken_key_is_no_number(draw):
+    keys = draw.normal(B, ROWS, DIM).at[:, 7].set(jnp.nan)
+    found = jax.jit(indexer.scores)(draw.asked(), keys)
     assert np.isnan(found[..., 7]).all()
     assert np.isfinite(np.delete(found, 7, axis=-1)).all()
 
@@ -87,15 +104,15 @@ def test_what_is_not_a_number_is_chosen_if_it_is_visible():
     assert chosen_of([np.nan, 5, 3, 9, 2], [False, True, True, True, True]) == [1, 2, 3]
 
 
-def test_scores_are_the_formula():
-    q, k = asked(), normal(B, ROWS, DIM)
+def test_scores_are_the_formula(draw):
+    q, k = draw.asked(), draw.normal(B, ROWS, DIM)
     want = np.einsum("bwhl,bwh->bwl", np.maximum(np.einsum("bwhi,bli->bwhl", q.q, k), 0), q.weights)
     np.testing.assert_allclose(indexer.scores(q, k), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [4, 8, 12, 32])
-def test_blocks_give_the_same_scores(size):
-    q, k = asked(), normal(B, ROWS, DIM)
+def test_blocks_give_the_same_scores(draw, size):
+    q, k = draw.asked(), draw.normal(B, ROWS, DIM)
     padded = jnp.pad(k, ((0, 0), (0, -ROWS % size), (0, 0)))
 
     def read(i):
@@ -105,9 +122,9 @@ def test_blocks_give_the_same_scores(size):
     np.testing.assert_allclose(got, indexer.scores(q, k), atol=1e-5)
 
 
-def test_pages_are_chosen_from_like_a_whole_sequence():
-    q, where = asked(), view()
-    latents, keys = normal(B * COLUMNS, SIZE, CFG.latent_dim), normal(B * COLUMNS, SIZE, DIM)
+def test_pages_are_chosen_from_like_a_whole_sequence(draw):
+    q, where = draw.asked(), draw.view()
+    latents, keys = draw.normal(B * COLUMNS, SIZE, CFG.latent_dim), draw.normal(B * COLUMNS, SIZE, DIM)
     # What no token sees may be anything.
     last = where.visible.end()
     whole = keys[where.page_table].reshape(B, ROWS, DIM)
@@ -120,7 +137,7 @@ def test_pages_are_chosen_from_like_a_whole_sequence():
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_kernels_choose_what_xla_does(fp8, monkeypatch):
+def test_kernels_choose_what_xla_does(draw, fp8, monkeypatch):
     """The kernels' references are given pages, and what each token sees."""
     called = []
 
@@ -130,41 +147,31 @@ def test_kernels_choose_what_xla_does(fp8, monkeypatch):
 
     monkeypatch.setattr(index_scores, "index_scores", partial(by_reference, index_scores.index_scores))
     monkeypatch.setattr(top_k, "top_k", partial(by_reference, top_k.top_k))
-    slots, size, dim, where = 2, 32, 128, view((20, 61))
+    slots, size, dim, where = 2, 32, 128, draw.view((20, 61))
     where = replace(where, page_table=jnp.asarray([[4, 1], [0, 3]]))
-    q = IndexQueries(normal(slots, W, 8, dim).astype(jnp.bfloat16), normal(slots, W, 8))
-    keys = normal(5, size, dim).astype(jnp.bfloat16)
-    cache = LayerCache(normal(5, size, 16), index_rows.pack(keys) if fp8 else keys)
+    q = IndexQueries(draw.normal(slots, W, 8, dim).astype(jnp.bfloat16), draw.normal(slots, W, 8))
+    keys = draw.normal(5, size, dim).astype(jnp.bfloat16)
+    cache = LayerCache(draw.normal(5, size, 16), index_rows.pack(keys) if fp8 else keys)
     source = paged(cache, where)
     got = mosaic_gpu().latent.choose(q, source, TOPK)
     assert called == ["index_scores", "top_k"]
     np.testing.assert_array_equal(got, xla().latent.choose(q, source, TOPK))
     mosaic_gpu(kernels=frozenset()).latent.choose(q, source, TOPK)
-    wide = LayerCache(normal(16, SIZE, 16), normal(16, SIZE, DIM))
-    mosaic_gpu().latent.choose(asked(), paged(wide, view()), TOPK)
+    wide = LayerCache(draw.normal(16, SIZE, 16), draw.normal(16, SIZE, DIM))
+    mosaic_gpu().latent.choose(draw.asked(), paged(wide, draw.view()), TOPK)
     assert called == ["index_scores", "top_k", "top_k"], "what is not bfloat16 XLA scores"
-
-
-def queries() -> Queries:
-    heads = TINY.num_attention_heads
-    return Queries(normal(B, W, heads, TINY.qk_nope_head_dim), normal(B, W, heads, TINY.qk_rope_head_dim))
-
-
-def ups() -> Ups:
-    heads, rank = TINY.num_attention_heads, TINY.kv_lora_rank
-    return Ups(normal(heads, TINY.qk_nope_head_dim, rank), normal(heads, TINY.v_head_dim, rank))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["xla", "xla_cpu"])
-def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8):
-    rank, w = TINY.kv_lora_rank, ups()
-    rows = normal(B * COLUMNS, SIZE, CFG.latent_dim)
-    empty = LayerCache(rows, normal(B * COLUMNS, SIZE, DIM))
+def test_rows_read_one_by_one_give_what_a_mask_gives(draw, on, fp8):
+    rank, w = TINY.kv_lora_rank, draw.ups()
+    rows = draw.normal(B * COLUMNS, SIZE, CFG.latent_dim)
+    empty = LayerCache(rows, draw.normal(B * COLUMNS, SIZE, DIM))
     cache = LayerCache(pack(rows, rank), empty.index) if fp8 else empty
-    q, where = queries(), view()
+    q, where = draw.queries(), draw.view()
     source = paged(cache, where)
-    chosen = xla().latent.choose(asked(), paged(empty, where), TOPK)
+    chosen = xla().latent.choose(draw.asked(), paged(empty, where), TOPK)
     assert chosen is not None
     one_by_one = source.of(chosen)
     assert isinstance(one_by_one, Chosen)
@@ -175,15 +182,15 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(on, fp8):
     assert np.abs(dense - got).max() > 0.01
 
 
-def test_rows_that_tokens_share_are_read_once():
+def test_rows_that_tokens_share_are_read_once(draw):
     """Choices of more rows, token by token, than the pages have are a mask."""
-    cache = LayerCache(normal(B * COLUMNS, SIZE, CFG.latent_dim))
+    cache = LayerCache(draw.normal(B * COLUMNS, SIZE, CFG.latent_dim))
     chosen = jnp.zeros((B, W, ROWS // W + 1), int)
-    assert isinstance(paged(cache, view()).of(chosen), Paged)
-    assert isinstance(paged(cache, view()).of(chosen[..., 1:]), Chosen)
+    assert isinstance(paged(cache, draw.view()).of(chosen), Paged)
+    assert isinstance(paged(cache, draw.view()).of(chosen[..., 1:]), Chosen)
 
 
-def test_kernels_attend_to_the_rows_of_each_token(monkeypatch):
+def test_kernels_attend_to_the_rows_of_each_token(draw, monkeypatch):
     """The kernel's reference reads pages, which hold rows that are not there first."""
     heads, rank, rope, count = 8, 512, 64, 128
     run, pages = mla_decode.mla_decode, []
@@ -193,8 +200,9 @@ def test_kernels_attend_to_the_rows_of_each_token(monkeypatch):
         return run(q, q_rope, given, *where, implementation="xla", **options)
 
     monkeypatch.setattr(mla_decode, "mla_decode", by_reference)
-    q = Queries(normal(5, 1, heads, 32), normal(5, 1, heads, rope))
-    given = q, Ups(normal(heads, 32, rank), normal(heads, 16, rank)), normal(2 * 5, 64, rank + rope)
+    q = Queries(draw.normal(5, 1, heads, 32), draw.normal(5, 1, heads, rope))
+    w = Ups(draw.normal(heads, 32, rank), draw.normal(heads, 16, rank))
+    given = q, w, draw.normal(2 * 5, 64, rank + rope)
     q, w, rows = jax.tree.map(lambda x: x.astype(jnp.bfloat16), given)
     row = RowFormat(rank + rope, (rank, rank + rope), rank, 128)
 
@@ -213,28 +221,31 @@ def test_kernels_attend_to_the_rows_of_each_token(monkeypatch):
     assert not attended(mosaic_gpu(strict=True), jnp.zeros_like(some)).any()
 
 
-def test_kernels_that_must_attend_have_no_mask():
-    cache, only = LayerCache(normal(9, SIZE, CFG.latent_dim)), jnp.ones((B, W, COLUMNS * SIZE), bool)
+def test_kernels_that_must_attend_have_no_mask(draw):
+    cache, only = LayerCache(draw.normal(9, SIZE, CFG.latent_dim)), jnp.ones((B, W, COLUMNS * SIZE), bool)
+    rows = paged(cache, draw.view(), only)
     with pytest.raises(ConfigError, match=r"a choice among rows .* has no kernel; take kernels=auto"):
-        mosaic_gpu(strict=True).latent.attend(queries(), ups(), paged(cache, view(), only), 0.3)
+        mosaic_gpu(strict=True).latent.attend(draw.queries(), draw.ups(), rows, 0.3)
 
 
-def compiled_shapes(topk: int) -> set[tuple[int, ...]]:
+def compiled_shapes(draw: Draw, topk: int) -> set[tuple[int, ...]]:
     """The shapes of all arrays in a compiled pass over one token of each slot."""
-    where = replace(view(), written=jnp.zeros((B, 1), jnp.int32), visible=chain(jnp.asarray([20, 29]), 1))
+    where = replace(
+        draw.view(), written=jnp.zeros((B, 1), jnp.int32), visible=chain(jnp.asarray([20, 29]), 1)
+    )
 
     def run(q, asked, cache):
         latent, source = xla().latent, paged(cache, where)
         return latent.attend(q, w, source.of(latent.choose(asked, source, topk)), 0.3)
 
-    w = ups()
-    one = jax.tree.map(lambda x: x[:, :1], (queries(), asked()))
-    pages = LayerCache(normal(99, SIZE, CFG.latent_dim), normal(99, SIZE, DIM))
+    w = draw.ups()
+    one = jax.tree.map(lambda x: x[:, :1], (draw.queries(), draw.asked()))
+    pages = LayerCache(draw.normal(99, SIZE, CFG.latent_dim), draw.normal(99, SIZE, DIM))
     text = jax.jit(run).lower(*one, pages).compile().as_text() or ""
     return {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
 
 
-def test_a_token_reads_as_many_entries_as_it_chooses():
+def test_a_token_reads_as_many_entries_as_it_chooses(draw):
     """At four times as many entries no array holds the latents of more than ``topk`` of a token's history."""
 
     def latents(shapes: set[tuple[int, ...]]) -> set[int]:
@@ -243,12 +254,12 @@ def test_a_token_reads_as_many_entries_as_it_chooses():
         return {int(np.prod(s[:-1])) // B for s in shapes if s[-1] == width and 99 not in s}
 
     assert ROWS == 4 * TOPK
-    assert max(latents(compiled_shapes(TOPK))) == TOPK
-    assert max(latents(compiled_shapes(ROWS))) == ROWS, "dense attention reads them all"
+    assert max(latents(compiled_shapes(draw, TOPK))) == TOPK
+    assert max(latents(compiled_shapes(draw, ROWS))) == ROWS, "dense attention reads them all"
 
 
-def test_index_keys_in_eight_bits():
-    keys = normal(5, DIM) * jnp.asarray([1e-6, 1, 30, 500, 1e4])[:, None]
+def test_index_keys_in_eight_bits(draw):
+    keys = draw.normal(5, DIM) * jnp.asarray([1e-6, 1, 30, 500, 1e4])[:, None]
     values, scales = index_rows.pack(keys)
     assert (values.dtype, scales.dtype) == (jnp.uint8, jnp.float32)
     assert values.nbytes + scales.nbytes == 5 * (DIM + 4)

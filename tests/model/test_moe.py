@@ -23,9 +23,10 @@ from tests.compiling import AS_FOR_USERS
 from tests.models import TINY
 
 E, D, WIDTH, K = 8, 16, 12, 3
-RNG = np.random.default_rng(0)
-GATE_UP = RNG.normal(size=(E, 2, WIDTH, D)).astype(np.float32) / 4
-DOWN = RNG.normal(size=(E, D, WIDTH)).astype(np.float32) / 4
+GATE_UP, DOWN = (
+    np.random.default_rng(i).normal(size=shape).astype(np.float32) / 4
+    for i, shape in enumerate([(E, 2, WIDTH, D), (E, D, WIDTH)])
+)
 WAYS = {
     "by_pair": cpu_experts.by_pair,
     "by_visit": xla().experts.routed,

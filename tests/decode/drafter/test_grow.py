@@ -13,24 +13,23 @@ from mtp_jax.errors import ConfigError
 from tests.decode.law import CFG, Case, emitted, p_values
 from tests.models import Reference, _run_nextn, accepted, make_engine, prompts, rigged, serve
 
-RNG = np.random.default_rng(0)
 SHAPE = TreeShape(3, 3, 8)
 
 
-def candidates(rows: int) -> Candidates:
+def candidates(rng: np.random.Generator, rows: int) -> Candidates:
     """Random trees of 9 candidates, with equal scores, and in the last two rows one score everywhere."""
-    parents = np.stack([[RNG.integers(-1, i) for i in range(9)] for _ in range(rows)])
+    parents = np.stack([[rng.integers(-1, i) for i in range(9)] for _ in range(rows)])
     scores = np.zeros((rows, 9), np.float32)
     for row, i in np.ndindex(rows, 9):
         above = 1 if parents[row, i] < 0 else scores[row, parents[row, i]]
-        scores[row, i] = above * (RNG.choice([0, 0.5, 1]) if row < rows - 2 else rows - 1 - row)
-    return Candidates(*(jnp.asarray(a) for a in (RNG.integers(0, 9, (rows, 9)), scores, parents)))
+        scores[row, i] = above * (rng.choice([0, 0.5, 1]) if row < rows - 2 else rows - 1 - row)
+    return Candidates(*(jnp.asarray(a) for a in (rng.integers(0, 9, (rows, 9)), scores, parents)))
 
 
-def test_the_best_candidates_are_a_tree_of_any_size():
+def test_the_best_candidates_are_a_tree_of_any_size(rng):
     rows, nodes = 60, 6
-    found = candidates(rows)
-    count = RNG.integers(0, nodes + 1, rows)
+    found = candidates(rng, rows)
+    count = rng.integers(0, nodes + 1, rows)
     tokens, parents = found.best(nodes, jnp.asarray(count))
     for row in range(rows):
         ranked = sorted(range(9), key=lambda i: (-found.scores[row, i], i))
