@@ -116,11 +116,13 @@ class CpuTime:
         self.add(getattr(node, "workeroutput", {}).get("units", {}))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        most = sorted(((n, file) for part in PARTS for file, n in self.measured[part].items()), reverse=True)
-        whole = sum(n for n, _ in most)
+        most = sorted(
+            ((n, file, part) for part in PARTS for file, n in self.measured[part].items()), reverse=True
+        )
+        whole = sum(n for n, *_ in most)
         terminalreporter.write_sep("=", f"{whole:.0f} units of CPU time (tests/cpu_time.py)")
-        for units, file in most[:10]:
-            terminalreporter.write_line(f"{units:6.1f} {file}")
+        for units, file, part in most[:10]:
+            terminalreporter.write_line(f"{units:6.1f} {file} ({part})")
         for fault in self.faults:
             terminalreporter.write_line(fault, red=True)
 
@@ -131,7 +133,7 @@ class CpuTime:
                 self.measured[part][file] = self.measured[part].get(file, 0) + n
 
     def units(self) -> Units:
-        """What this process has measured: {part: {file: units}}."""
+        """Measured in this process: {part: {file: units}}."""
         return {
             part: {file: n / self.unit for (p, file), n in self.seconds.items() if p == part}
             for part in PARTS

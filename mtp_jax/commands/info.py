@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from mtp_jax.checkpoint import Summary
 
 _GIB = 2**30
+# Arguments that --machine has no use for, with their defaults.
+_OF_CHECKPOINTS = {
+    **dict.fromkeys(("model", "draft_model", "num_nextn_layers", "gpu", "memory_fraction")),
+    "gpus": 1,
+}
 
 
 def register(subparsers: Subparsers) -> None:
@@ -41,11 +46,19 @@ def register(subparsers: Subparsers) -> None:
     used = f"share of the GPU's memory that is used (default: {MEMORY_FRACTION:g})"
     add_value(parser, "--memory-fraction", None, used, positive_number, "F")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument(
+        "--machine",
+        action="store_true",
+        help="describe this machine instead: versions, instructions, forms of programs, measured peaks; "
+        "a report of a defect needs them",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary. Returns the exit status."""
+    if args.machine:
+        return _machine(args)
     from mtp_jax.checkpoint import summarise
     from mtp_jax.checkpoint.summary import by_dtype
 
@@ -68,6 +81,18 @@ def run(args: argparse.Namespace) -> int:
         rows[f"cache on {args.gpu.upper()}"] = f"{tokens}: {room}, with weights in {_narrowest(summary)}"
     show.write(f"{directory}\n{summary.text()}\n")
     show.write("".join(f"{name:<20}{value}\n" for name, value in rows.items()))
+    return 0
+
+
+def _machine(args: argparse.Namespace) -> int:
+    from mtp_jax.bench.figures import figures, lines
+
+    beside = [name for name, default in _OF_CHECKPOINTS.items() if getattr(args, name) != default]
+    beside += ["draft_captures"] * (captures(args) is not None)
+    if beside:
+        raise ConfigError(f"--machine describes this machine, no checkpoint; leave out: {', '.join(beside)}")
+    found = figures()
+    show.write(json.dumps(found, indent=2) + "\n" if args.json else lines(found))
     return 0
 
 

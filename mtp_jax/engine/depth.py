@@ -215,6 +215,11 @@ class Costs:
         """Seconds of a step at the present pace."""
         return exp(self._cost[way] + self._pace)
 
+    @property
+    def every(self) -> dict[Way, float]:
+        """Seconds of a step at the present pace, by way."""
+        return {way: self.seconds(way) for way in self._cost}
+
     def waited(self, way: Way) -> float:
         """Seconds of this bucket's steps since this way ran."""
         return self._waited.get(way, 0.0)
@@ -276,6 +281,11 @@ class DepthController:
     def costs(self, key: _Key) -> Costs:
         """The costs of the key's bucket."""
         return self._costs[key.bucket]
+
+    @property
+    def measured(self) -> dict[Any, dict[Way, float]]:
+        """Seconds of a step at the present pace, by bucket and way."""
+        return {bucket: costs.every for bucket, costs in self._costs.items()}
 
     @property
     def estimate(self) -> np.ndarray:

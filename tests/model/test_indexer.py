@@ -34,7 +34,7 @@ CFG = replace(TINY, indexer=IndexerConfig(HEADS, DIM, TOPK, shared=(False, False
 
 @dataclass(frozen=True)
 class Draw:
-    """What random tests ask of attention with an indexer."""
+    """Random inputs of attention with an indexer."""
 
     rng: np.random.Generator
 
