@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from mtp_jax.machine import program_folder
 
     shapes.install()
+    shapes.check_in("")  # nothing is checked while tests are collected
     # Traces are many objects that live long: looking through all of them again and again finds nothing.
     gc.freeze()
     gc.set_threshold(20_000, 50, 50)

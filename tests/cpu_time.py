@@ -1,9 +1,9 @@
 """CPU time of every test file, in units that machines of different speed share, and its budget.
 
 A unit is the CPU time of ``calibrate``, which traces and compiles as tests do: about a second on a slow
-machine. ``cpu_budget.toml`` has the units that each file may take, in ``make test`` and in ``make test-all``.
-A run fails if a file takes ``NOISE`` times its budget. ``pytest --lower-cpu-budget`` writes the figures of a
-run where they are lower.
+machine. ``cpu_budget.toml`` has the units of each file's tests in ``make test`` and in ``make test-all``,
+in a process of its own with an empty compile cache. A run fails if a file takes ``NOISE`` times as much.
+``pytest --lower-cpu-budget`` writes the figures of a run where they are lower.
 """
 
 import os
@@ -19,9 +19,9 @@ import pytest
 BUDGET = Path(__file__).with_name("cpu_budget.toml")
 PARTS = ("test", "rest")
 # Neighbours on a shared machine take caches and memory bandwidth from a process, which then needs more CPU
-# time for the same work; a file that runs first in its process compiles the programs that later files share.
+# time for the same work.
 NOISE = 2.0
-# Less than this is not held to: imports that the first test of a process pays for.
+# Units that a file may take whatever its budget: imports, and threads of servers that other files began.
 FREE = 5.0
 
 Units = Mapping[str, Mapping[str, float]]

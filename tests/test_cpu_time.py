@@ -1,0 +1,81 @@
+"""The budget of CPU time names every test file, and fails a run that is over it."""
+
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests import cpu_time
+from tests.cpu_time import FREE, NOISE, CpuTime, lowered, read_budget, text, too_much
+from tests.layers import ROOT
+
+# Seconds of a slow machine that somebody who changes a file, or a room, waits for.
+FILE, ROOM = 30, 120
+
+
+@pytest.fixture
+def budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "budget.toml"
+    path.write_text(text({"test": {"tests/test_a.py": 10.0}, "rest": {}}))
+    monkeypatch.setattr(cpu_time, "BUDGET", path)
+    return path
+
+
+def test_every_file_has_a_budget():
+    """But for files whose tests are slow, want a GPU or want a package that may be missing."""
+    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "tests").rglob("test_*.py")}
+    listed = {file for part in read_budget().values() for file in part}
+    assert not listed - {*files}, "files that are gone"
+    beside = ("mark.slow", "mark.gpu", "importorskip", "browser_only")
+    missing = [f for f in {*files} - listed if not any(mark in files[f].read_text() for mark in beside)]
+    assert not missing, "measure each alone: python -m pytest FILE --lower-cpu-budget -o cache_dir=$(mktemp -d)"
+
+
+def test_a_file_and_a_room_end_soon():
+    rooms: defaultdict[str, float] = defaultdict(float)
+    for file, units in read_budget()["test"].items():
+        assert units <= FILE, file
+        rooms[Path(file).parts[1]] += units
+    assert {room: units for room, units in rooms.items() if units > ROOM} == {}
+
+
+def test_a_budget_only_falls():
+    had = {"test": {"a": 2.0, "b": 3.0}, "rest": {}}
+    assert lowered(had, {"test": {"a": 1.0, "b": 4.0, "c": 5.0}, "rest": {"a": 9.0}}) == {
+        "test": {"a": 1.0, "b": 3.0, "c": 5.0},
+        "rest": {"a": 9.0},
+    }
+
+
+def test_a_file_is_over_its_budget_by_more_than_noise():
+    most = NOISE * 10 + FREE
+    had = {"test": {"a": 10.0}, "rest": {}}
+    assert not too_much(had, {"test": {"a": most, "new": 999.0}, "rest": {"a": 999.0}})
+    (fault,) = too_much(had, {"test": {"a": most + 1}, "rest": {}})
+    assert fault == "a took 26.0 units of CPU time in `test`; tests/cpu_budget.toml allows 10.0"
+
+
+@pytest.mark.parametrize(
+    ("units", "ended"), [(24.0, pytest.ExitCode.OK), (26.0, pytest.ExitCode.TESTS_FAILED)]
+)
+def test_a_run_over_the_budget_fails(budget, units, ended):
+    """A file's tests may be split among workers, whose figures are added."""
+    own = CpuTime(cast(Any, SimpleNamespace(getoption=lambda name: False)))
+    for part in (units - 5, 5.0):
+        own.pytest_testnodedown(SimpleNamespace(workeroutput={"units": {"test": {"tests/test_a.py": part}}}))
+    session: Any = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+    own.pytest_sessionfinish(session)
+    assert session.exitstatus == ended
+
+
+def test_the_budget_is_written_on_demand(budget):
+    own = CpuTime(cast(Any, SimpleNamespace(getoption=lambda name: name == "lower_cpu_budget")))
+    own.add({"test": {"tests/test_a.py": 4.0, "tests/test_b.py": 1.25}, "rest": {}})
+    own.pytest_sessionfinish(cast(Any, SimpleNamespace(exitstatus=pytest.ExitCode.OK)))
+    assert read_budget() == {"test": {"tests/test_a.py": 4.0, "tests/test_b.py": 1.2}, "rest": {}}
+
+
+def test_a_unit_takes_time():
+    assert 0.01 < cpu_time.calibrate() < 60
