@@ -1,5 +1,7 @@
 """Layers of the code, lowest first: a module imports from its own package and from layers before its own."""
 
+import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,3 +21,22 @@ LAYERS = (
 )
 # Folders of serve, lowest first.
 FLOORS = ("watch", "base", "bodies", "answers", "routes", "http", "cluster")
+
+
+def modules(package: str) -> dict[str, str]:
+    """Dotted module name -> source of every file of a package; empty when the package does not exist."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        found[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imports(module: str, source: str) -> Iterator[str]:
+    """Dotted names that a module imports anywhere in its text; `from a import b` gives "a.b"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            base += [node.module] if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)

@@ -30,7 +30,9 @@ def test_every_file_has_a_budget():
     assert not listed - {*files}, "files that are gone"
     beside = ("mark.slow", "mark.gpu", "importorskip", "browser_only")
     missing = [f for f in {*files} - listed if not any(mark in files[f].read_text() for mark in beside)]
-    assert not missing, "measure each alone: python -m pytest FILE --lower-cpu-budget -o cache_dir=$(mktemp -d)"
+    assert not missing, (
+        "measure each alone: python -m pytest FILE --lower-cpu-budget -o cache_dir=$(mktemp -d)"
+    )
 
 
 def test_a_file_and_a_room_end_soon():

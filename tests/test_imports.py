@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers import FLOORS, LAYERS, ROOT
+from tests.layers import FLOORS, LAYERS, ROOT, imports, modules
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
@@ -159,25 +159,6 @@ _OF_MODEL = (
     "specs",
 )
 OF_MODEL = tuple(f"mtp_jax.model.{name}" for name in _OF_MODEL)
-
-
-def modules(package: str) -> dict[str, str]:
-    """Dotted module name -> source of every file of a package; empty when the package does not exist."""
-    found = {}
-    for path in sorted((ROOT / package).rglob("*.py")):
-        found[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path.read_text(encoding="utf-8")
-    return found
-
-
-def imports(module: str, source: str) -> Iterator[str]:
-    """Dotted names that a module imports anywhere in its text; `from a import b` gives "a.b"."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            base += [node.module] if node.module else []
-            yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
 def part(name: str) -> str:
