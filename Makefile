@@ -30,7 +30,7 @@ test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev
-	@echo "==> running the rest: further cases of what \`make test\` holds once"
+	@echo "==> running the rest: further cases of properties that \`make test\` holds once"
 	@$(BIN)/python -m pytest -q -m "rest and not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev
