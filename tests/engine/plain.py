@@ -1,4 +1,4 @@
-"""The plain loop of the tiny model, its log-probabilities up to rounding, and programs that serve any request."""
+"""The plain loop of the tiny model, its log-probabilities up to rounding, and programs for any request."""
 
 import functools
 from collections.abc import Sequence
@@ -46,22 +46,22 @@ def tolerance(tokens: int, cfg: ModelConfig = TINY) -> float:
     return error(of_model(cfg, tokens), largest_logit(tiny_params(cfg), cfg))
 
 
-def near_logits(got: Any, want: Any, tokens: int, cfg: ModelConfig = TINY, params: Params | None = None) -> None:
+def near_logits(
+    got: Any, want: Any, tokens: int, cfg: ModelConfig = TINY, params: Params | None = None
+) -> None:
     """Logits or log-probabilities of a text of so many tokens are the same, up to rounding."""
     params = tiny_params(cfg) if params is None else params
     near(got, want, of_model(cfg, tokens), size=largest_logit(params, cfg))
 
 
-def same_scores(
-    one: Request, other: Request, cfg: ModelConfig = TINY, params: Params | None = None
-) -> None:
+def same_scores(one: Request, other: Request, cfg: ModelConfig = TINY, params: Params | None = None) -> None:
     """Two requests have the same log-probabilities of their tokens."""
     tokens = len(one.prompt) + len(one.progress.output)
     near_logits(chosen_logprobs(one), chosen_logprobs(other), tokens, cfg, params)
 
 
 def scored_by(plain: Reference, r: Request) -> None:
-    """The log-probabilities of emitted tokens, and of a prompt where they were asked for, are the plain loop's."""
+    """The log-probabilities of emitted tokens, and of a prompt if asked for, are the plain loop's."""
     ids = [*r.prompt, *r.progress.output]
     rows, first = plain.logprobs(ids)[np.arange(len(ids) - 1), ids[1:]], len(r.prompt) - 1
     near_logits(chosen_logprobs(r), rows[first:], len(ids), plain.cfg, plain.params)
