@@ -112,6 +112,7 @@ def test_structured_requests_are_verified_as_ever(monkeypatch):
     assert [k.kept for k in engine.buckets.prepare(requests) if isinstance(k, StepKey) and k.kept] == [1]
 
 
+@pytest.mark.rest
 def test_drafts_are_where_they_are_accepted(monkeypatch):
     """The engine learns from margins which rows go on, and gives their drafts the rows of the step."""
     engine, _ = on_device(**RANKED, max_num_seqs=8, max_model_len=512, keep=0.6)
