@@ -29,8 +29,8 @@ def text(prompt: Sequence[int], tokens: int = 24) -> list[int]:
 
 
 def widest(params: Params | None = None, **config: Any) -> Engine:
-    """An engine with programs that sample and score: one pair for all tests that share their sizes."""
-    engine = make_engine(params, **config)
+    """An engine with programs that sample and score: one pair for all tests with the same verifier."""
+    engine = make_engine(params, **{"verifier": "coupled", **config})
     prepare(engine, [engine.make_request([5], WIDEST)])
     return engine
 

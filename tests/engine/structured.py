@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Params
@@ -12,6 +13,8 @@ from tests.models import TINY, make_engine, prepare, rigged
 
 EOS = 1
 CFG = replace(TINY, vocab_size=112, eos_token_ids=(EOS,))
+SAMPLED = SamplingParams(temperature=1.0, logprobs=0)
+SHAPED = replace(SAMPLED, structured=StructuredOutput(regex="[a-z]"))
 
 
 @functools.cache
@@ -23,9 +26,16 @@ def engine_with(grammars: Grammars | None, **config: Any) -> Engine:
     return make_engine(params(), CFG, grammars=grammars, max_model_len=248, **config)
 
 
+def lean(grammars: Grammars) -> Engine:
+    """An engine that serves any request with a step for rows with grammars, and prompts alone."""
+    engine = engine_with(grammars)
+    keys = engine.buckets.prepare([engine.make_request([5], SHAPED)] * 4)
+    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not (k.slots and k.tokens))
+    return engine
+
+
 def ready(grammars: Grammars, **config: Any) -> Engine:
     """An engine with programs that sample, which serve greedy rows, too: one set for every test."""
-    engine, sampled = engine_with(grammars, **config), SamplingParams(temperature=1.0, logprobs=0)
-    shaped = replace(sampled, structured=StructuredOutput(regex="[a-z]"))
-    prepare(engine, [engine.make_request([5], options) for options in (sampled, shaped)])
+    engine = engine_with(grammars, **config)
+    prepare(engine, [engine.make_request([5], options) for options in (SAMPLED, SHAPED)])
     return engine

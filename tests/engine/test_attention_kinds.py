@@ -36,9 +36,9 @@ SPARSE = replace(TINY, num_hidden_layers=3, indexer=INDEX)
 SHARING = replace(SPARSE, indexer=replace(INDEX, interleaved=True, share_drafts=True))
 GQA = gqa()
 PROMPTS = prompts(6)
-rest = pytest.mark.rest
+pytestmark = pytest.mark.rest  # golden models of each kind are decoded in every run
 
-each_kind = pytest.mark.parametrize("cfg", [SPARSE, pytest.param(GQA, marks=rest)], ids=["sparse", "gqa"])
+each_kind = pytest.mark.parametrize("cfg", [SPARSE, GQA], ids=["sparse", "gqa"])
 # What a kind of attention has little to do with.
 one_kind = pytest.mark.parametrize(
     "cfg", [SPARSE, pytest.param(GQA, marks=pytest.mark.slow)], ids=["sparse", "gqa"]

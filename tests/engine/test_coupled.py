@@ -17,11 +17,11 @@ SAMPLED = SamplingParams(
 )
 # A drafter close to its trunk, which is not too sure of itself: sampling has a choice.
 PARAMS = rigged(noise=0.2, loud=0.7, contrast=3.0)
-DEPTH = 3
+DEPTH = 3  # of engines in tests, unless another is given
 
 
 def engine_with(verifier: str) -> Engine:
-    return widest(PARAMS, verifier=verifier, num_speculative_tokens=DEPTH)
+    return widest(PARAMS, verifier=verifier)
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:

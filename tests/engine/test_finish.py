@@ -108,8 +108,15 @@ PENALTIES = {
 }
 
 
-@pytest.mark.parametrize("drafting", ["sampled", pytest.param("greedy", marks=pytest.mark.slow)])
-def test_penalties_evolve_inside_the_window(drafting):
+@pytest.mark.parametrize(
+    ("drafting", "verifier"),
+    [
+        ("sampled", "coupled"),
+        pytest.param("sampled", "block", marks=pytest.mark.rest),
+        pytest.param("greedy", "block", marks=pytest.mark.slow),
+    ],
+)
+def test_penalties_evolve_inside_the_window(drafting, verifier):
     """At depth 3 as at depth 0 as in the plain loop; drafts see penalties too, or few would pass."""
     jobs = [
         (prompt, replace(GREEDY, num_speculative_tokens=depth, **options))
@@ -117,7 +124,7 @@ def test_penalties_evolve_inside_the_window(drafting):
         for prompt in PROMPTS[:2]
         for depth in (3, 0)
     ]
-    requests = serve(widest(drafting=drafting), jobs, compiled=True)
+    requests = serve(widest(drafting=drafting, verifier=verifier), jobs, compiled=True)
     for r in requests:
         assert r.progress.output == adjusted_greedy(r.prompt, r.params)
         scored_by(reference(), r)  # scores are the model's own, before penalties

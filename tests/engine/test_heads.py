@@ -151,13 +151,14 @@ def test_a_tree_of_medusa_heads_accepts_the_ways_of_its_text():
 @pytest.mark.parametrize(
     ("variant", "tree", "message"),
     [
-        ("medusa", "3x3x7", "a Medusa head; leave it out, or give lists of ranks"),
+        pytest.param("medusa", "3x3x7", "a Medusa head; leave it out, or give lists of ranks", marks=rest),
         ("eagle3", "[[0], [1]]", "lists ranks of Medusa heads.* EAGLE-3 head; .*TOPKxSTEPSxNODES"),
         ("dspark", "[[0], [1]]", "lists ranks of Medusa heads.* DSpark head; leave it out$"),
-        (
+        pytest.param(
             "medusa",
             "[[0], [1], [0,0], [0,0,0], [0,0,0,0], [0,0,0,0,0]]",
             "are 5, but the Medusa head makes 4",
+            marks=rest,
         ),
     ],
 )
@@ -338,6 +339,7 @@ def test_a_head_of_nan_costs_drafts_and_no_request(variant: str):
     assert kept(requests) < 0.1 * engine.stats().draft_tokens
 
 
+@rest
 def test_a_head_makes_no_more_drafts():
     with pytest.raises(RequestError, match="5 drafts; the DSpark head makes 4 at most"):
         propose(engine_of("dspark", max_num_seqs=1), [5], 5)

@@ -10,6 +10,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.plain import reference, same_scores, widest
 from tests.models import GREEDY, accepted, make_engine, prompts, serve
 
+pytestmark = pytest.mark.rest  # coupled verification promises more, and is tested in every run
 PROMPTS = prompts(8)
 HOT = SamplingParams(temperature=1.0, seed=1, max_tokens=24, ignore_eos=True, logprobs=0)
 OPTIONS = [
@@ -60,7 +61,7 @@ def test_same_seed_same_output_in_a_smaller_executable():
 
 def test_other_seeds_other_outputs():
     jobs = [(PROMPTS[0], replace(HOT, temperature=1.5, seed=seed)) for seed in range(8)]
-    requests = serve(widest(), jobs, compiled=True)
+    requests = serve(widest(verifier="block"), jobs, compiled=True)
     assert len({tuple(r.progress.output) for r in requests}) == 8
     # The very first token, from prefill, is drawn too.
     assert len({r.progress.output[0] for r in requests}) > 1
@@ -68,7 +69,7 @@ def test_other_seeds_other_outputs():
 
 def test_greedy_rows_of_a_sampling_step_are_greedy():
     jobs = [(p, GREEDY if i % 2 else replace(HOT, seed=i)) for i, p in enumerate(PROMPTS)]
-    requests = serve(widest(), jobs, compiled=True)
+    requests = serve(widest(verifier="block"), jobs, compiled=True)
     for r in requests[1::2]:
         told = reference().speculate(r.prompt, 24, 3)
         assert (r.progress.output, accepted(r)) == (told.ids, told.accepted)
@@ -78,7 +79,7 @@ def test_greedy_rows_of_a_sampling_step_are_greedy():
 def test_requests_without_a_seed_follow_the_engines():
     def outputs(seed: int) -> list[list[int]]:
         jobs = [(PROMPTS[0], replace(HOT, seed=None, temperature=2.0))] * 4
-        return [r.progress.output for r in serve(widest(seed=seed), jobs, compiled=True)]
+        return [r.progress.output for r in serve(widest(verifier="block", seed=seed), jobs, compiled=True)]
 
     first = outputs(0)
     assert outputs(0) == first
@@ -87,9 +88,9 @@ def test_requests_without_a_seed_follow_the_engines():
 
 
 def test_requests_that_are_never_queued_take_no_seed():
-    engine, unseeded = widest(), replace(HOT, seed=None, temperature=2.0)
+    engine, unseeded = widest(verifier="block"), replace(HOT, seed=None, temperature=2.0)
     (first,) = serve(engine, [(PROMPTS[0], unseeded)], compiled=True)
-    other = widest()
+    other = widest(verifier="block")
     other.make_request(PROMPTS[0], unseeded)
     (second,) = serve(other, [(PROMPTS[0], unseeded)], compiled=True)
     assert first.progress.output == second.progress.output
