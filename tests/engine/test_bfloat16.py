@@ -22,6 +22,8 @@ from tests.models import (
     tiny_params,
 )
 
+pytestmark = pytest.mark.rest
+
 
 def engine(**config: Any) -> Engine:
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tiny_params())
