@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ def text(prompt: Sequence[int], tokens: int = 24) -> list[int]:
     return reference().speculate(prompt, tokens, 3).ids
 
 
-def widest(params: Params | None = None, **config: Any) -> Engine:
+def widest(params: Params | None = None, cfg: ModelConfig = TINY, **config: Any) -> Engine:
     """An engine with programs that sample and score: one pair for all tests with the same verifier."""
-    engine = make_engine(params, **{"verifier": "coupled", **config})
-    prepare(engine, [engine.make_request([5], WIDEST)])
+    engine = make_engine(params, cfg, **{"verifier": "coupled", **config})
+    deepest = replace(WIDEST, num_speculative_tokens=engine.config.num_speculative_tokens)
+    prepare(engine, [engine.make_request([5], deepest)])
     return engine
 
 

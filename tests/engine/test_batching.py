@@ -12,7 +12,7 @@ import pytest
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.request import Request
-from tests.engine.plain import reference, scored_by
+from tests.engine.plain import reference, scored_by, widest
 from tests.models import (
     GREEDY,
     Reference,
@@ -102,6 +102,7 @@ def test_rows_of_one_batch_have_their_own_depth():
     assert [r.progress.speculation.drafted_per_step[0] for r in requests] == [5, 0, 3, 1]
 
 
+@rest
 @pytest.mark.parametrize("count", [*(pytest.param(n, marks=slow) for n in (1, 2)), 3])
 def test_every_batch_size(count):
     check(serve(make_engine(), [(p, GREEDY) for p in PROMPTS[:count]], exactly=True))
@@ -109,9 +110,8 @@ def test_every_batch_size(count):
 
 @pytest.mark.parametrize("shift", [0, *(pytest.param(n, marks=rest) for n in (1, 2, 3))])
 def test_every_slot(shift):
-    engine = make_engine()
+    engine = widest()
     requests = [engine.make_request(p, GREEDY) for p in (*PROMPTS[shift:4], *PROMPTS[:shift])]
-    prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     engine.step()
@@ -121,31 +121,30 @@ def test_every_slot(shift):
 
 
 def test_a_row_moves_down_when_others_have_ended():
-    engine = make_engine()
+    engine = widest()
     jobs = [(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, (2, 24, 4, 24), strict=False)]
-    requests = serve(engine, jobs)
+    requests = serve(engine, jobs, compiled=True)
     assert requests[-1].residence.slot < 3
     check(requests)
 
 
 @rest
 def test_reversed_order():
-    check(serve(make_engine(), [(p, GREEDY) for p in reversed(PROMPTS)]))
+    check(serve(widest(), [(p, GREEDY) for p in reversed(PROMPTS)], compiled=True))
 
 
 def test_more_requests_than_slots():
-    engine = make_engine()
+    engine = widest()
     lengths = [24, 3, 1, 9, 24, 2, 5, 24]
     jobs = [(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, lengths, strict=True)]
-    requests = serve(engine, [*jobs, *reversed(jobs)])
+    requests = serve(engine, [*jobs, *reversed(jobs)], compiled=True)
     check(requests)
     assert {r.residence.slot for r in requests} == {0, 1, 2, 3}
 
 
 def test_requests_join_and_leave_a_running_batch():
-    engine = make_engine()
+    engine = widest()
     requests = [engine.make_request(p, replace(GREEDY, max_tokens=24 - 3 * i)) for i, p in enumerate(PROMPTS)]
-    prepare(engine, requests)
     waiting = list(requests)
     while waiting or engine.busy:
         if waiting:

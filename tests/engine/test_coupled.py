@@ -41,8 +41,8 @@ def run(engine: Engine, requests: list[Request]) -> list[Request]:
     return requests
 
 
-def test_same_tokens_at_every_depth(monkeypatch):
-    """In one program, in mixed company, and in a program that does not draft."""
+def test_same_tokens_at_every_depth():
+    """In one program, and in mixed company."""
     engine = engine_with("coupled")
     deepest = run(engine, [engine.make_request(*j) for j in jobs()])
     runs = [run(engine, [engine.make_request(*j) for j in jobs(depth)]) for depth in range(DEPTH + 1)]
@@ -50,15 +50,21 @@ def test_same_tokens_at_every_depth(monkeypatch):
     assert len({tuple(t) for t in outputs(deepest)}) == 6
     for other in (*runs, mixed):
         assert outputs(other) == outputs(deepest)
+    lengths = [np.mean([r.progress.speculation.acceptance_length for r in each]) for each in runs]
+    assert lengths == sorted(lengths)
+    assert lengths[DEPTH] > 1.5
+
+
+@pytest.mark.rest
+def test_same_tokens_in_a_program_that_does_not_draft(monkeypatch):
+    engine = engine_with("coupled")
+    (deepest,) = serve(engine, jobs()[:1], compiled=True)
     alone, launched = engine.make_request(*jobs(0)[0]), []
     keys = engine.buckets.prepare([alone])
     engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
-    assert outputs(run(engine, [alone])) == outputs(deepest[:1])
+    assert outputs(run(engine, [alone])) == outputs([deepest])
     assert {k.room for k in launched if not k.tokens} == {0}
-    lengths = [np.mean([r.progress.speculation.acceptance_length for r in each]) for each in runs]
-    assert lengths == sorted(lengths)
-    assert lengths[DEPTH] > 1.5
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from mtp_jax.decode.keys import SamplingMode, StepKey, TreeShape
 from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, Yield, adaptive_depths
 from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
-from tests.engine.plain import text
+from tests.engine.plain import text, widest
 from tests.engine.worlds import (
     MOST,
     SEEDS,
@@ -24,13 +24,12 @@ from tests.engine.worlds import (
     mean_of,
     scores,
 )
-from tests.models import GREEDY, accepted, finish, make_engine, prepare, prompts, serve
+from tests.models import GREEDY, accepted, finish, prompts, serve
 
 WORST, MEAN = 0.95, 1.0
 FEW = SEEDS[4:6]  # the latter misleads a controller that never probes
 rest = pytest.mark.rest
-# A world where drafts pay, one where they do not, one where rows are not alike.
-FIRST = ("batch 1, drafts pay", "batch 1, drafts do not pay", "first draft good, third bad")
+FIRST = ("batch 1, drafts pay", "batch 1, drafts do not pay")
 adaptive = partial(DepthController, MOST)
 some_and_all = pytest.mark.parametrize(
     "seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=lambda seeds: f"{len(seeds)} seeds"
@@ -71,9 +70,9 @@ class PerSecond(DepthController):
     ("broken", "world"),
     [
         (partial(Fixed, 0), "batch 1, drafts pay"),
-        (partial(Fixed, 1), "batch 1, drafts pay"),
+        pytest.param(partial(Fixed, 1), "batch 1, drafts pay", marks=rest),
         (partial(Fixed, 3), "batch 1, drafts do not pay"),
-        (Anyhow, "batch 1, drafts pay"),
+        pytest.param(Anyhow, "batch 1, drafts pay", marks=rest),
         pytest.param(Anyhow, "batch 16, hopeless, spells", marks=rest),
         (partial(DepthController, MOST, DepthPolicy(budget=0)), "batch 1, drafts pay"),
         (partial(DepthController, MOST, DepthPolicy(budget=1)), "batch 1, drafts do not pay"),
@@ -432,9 +431,8 @@ def choose_in_turn(engine, monkeypatch):
 
 
 def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
-    engine = make_engine(adaptive_depth=True)
+    engine = widest(adaptive_depth=True)
     choose_in_turn(engine, monkeypatch)
-    prepare(engine, [engine.make_request(prompts(1)[0], replace(GREEDY, num_speculative_tokens=3))])
     jobs = [(p, replace(GREEDY, max_tokens=40)) for p in prompts(3)]
     requests = serve(engine, jobs, compiled=True)
     stats = engine.stats()

@@ -9,7 +9,7 @@ import pytest
 from mtp_jax.api.local import local_runner
 from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.plain import reference, scored_by, text, tolerance, widest
-from tests.models import GREEDY, TINY, accepted, make_engine, prompts, serve
+from tests.models import GREEDY, TINY, accepted, prompts, serve
 
 PROMPTS = prompts(8)
 VARIED = PROMPTS[3]  # its text has many different tokens
@@ -42,7 +42,7 @@ def test_a_stop_token_cuts_inside_the_window():
     whole = text(VARIED)
     stops = sorted(set(whole), key=whole.index)
     jobs = [(VARIED, replace(GREEDY, stop_token_ids=[t])) for t in stops]
-    requests = serve(make_engine(), jobs)
+    requests = serve(widest(), jobs, compiled=True)
     inside = 0
     for token, r in zip(stops, requests, strict=True):
         assert r.progress.output == whole[: whole.index(token) + 1]
@@ -55,7 +55,7 @@ def test_a_stop_token_cuts_inside_the_window():
 
 def test_max_tokens_cuts_inside_the_window():
     whole = text(VARIED)
-    requests = serve(make_engine(), [(VARIED, replace(GREEDY, max_tokens=n)) for n in range(1, 13)])
+    requests = serve(widest(), [(VARIED, replace(GREEDY, max_tokens=n)) for n in range(1, 13)], compiled=True)
     inside = 0
     for n, r in enumerate(requests, start=1):
         assert (r.progress.output, r.progress.finish_reason) == (whole[:n], "length")
@@ -66,7 +66,9 @@ def test_max_tokens_cuts_inside_the_window():
 def test_a_stop_token_at_max_tokens_counts_as_a_stop():
     whole = text(VARIED)
     n = next(i for i, t in enumerate(whole) if i > 3 and t not in whole[:i]) + 1
-    (r,) = serve(make_engine(), [(VARIED, replace(GREEDY, max_tokens=n, stop_token_ids=whole[n - 1 : n]))])
+    (r,) = serve(
+        widest(), [(VARIED, replace(GREEDY, max_tokens=n, stop_token_ids=whole[n - 1 : n]))], compiled=True
+    )
     assert (r.progress.output, r.progress.finish_reason) == (whole[:n], "stop")
 
 
@@ -75,7 +77,7 @@ def test_end_of_sequence_and_ignore_eos():
     assert found, "no text holds the end-of-sequence token: choose other prompts"
     whole = text(found[0])
     jobs = [(found[0], GREEDY), (found[0], replace(GREEDY, ignore_eos=False))]
-    ignoring, stopping = serve(make_engine(), jobs)
+    ignoring, stopping = serve(widest(), jobs, compiled=True)
     assert (ignoring.progress.output, ignoring.progress.finish_reason) == (whole, "length")
     assert (stopping.progress.output, stopping.progress.finish_reason) == (
         whole[: whole.index(EOS) + 1],
@@ -86,8 +88,8 @@ def test_end_of_sequence_and_ignore_eos():
 def test_the_first_token_may_be_the_last():
     whole = text(VARIED)
     jobs = [(VARIED, replace(GREEDY, stop_token_ids=whole[:1])), (VARIED, replace(GREEDY, max_tokens=1))]
-    engine = make_engine()
-    stopped, short = serve(engine, jobs)
+    engine = widest()
+    stopped, short = serve(engine, jobs, compiled=True)
     assert (stopped.progress.output, stopped.progress.finish_reason) == (whole[:1], "stop")
     assert (short.progress.output, short.progress.finish_reason) == (whole[:1], "length")
     assert not np.asarray(local_runner(engine).state.slots.active).any()

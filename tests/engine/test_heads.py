@@ -33,8 +33,6 @@ from tests.rounding import near, of_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HEADS = (*golden.HEADS, "medusa")
-# A head that drafts one token after the other, and one that drafts a block at once.
-FIRST = ("dspark", "eagle3")
 rest = pytest.mark.rest
 
 
@@ -85,7 +83,7 @@ def kept(requests: Sequence[Request]) -> int:
 
 
 # DFlash2 has DFlash's form, and more.
-MARKS = {v: rest for v in HEADS if v not in FIRST} | {"dflash": pytest.mark.slow}
+MARKS = {v: rest for v in HEADS if v != "eagle3"} | {"dflash": pytest.mark.slow}
 FORMS = [pytest.param(v, marks=MARKS.get(v, ())) for v in HEADS]
 
 

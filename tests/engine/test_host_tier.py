@@ -22,6 +22,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.store.memory import MemoryStore
+from tests.engine.plain import widest
 from tests.models import (
     GREEDY,
     TINY,
@@ -32,7 +33,6 @@ from tests.models import (
     gqa,
     make_engine,
     on_mesh,
-    prepare,
     prompts,
     rigged,
     serve,
@@ -54,7 +54,8 @@ def small(cfg: ModelConfig = TINY, pages: int = 1000, **config) -> Engine:
     params = config.pop("params", None) or tiny_params(cfg)
     bytes_per_page = local_runner(make_engine(params, cfg, **config)).page_bytes
     budget = pages * bytes_per_page / GIB
-    return make_engine(params, cfg, **{"num_pages": 6, "host_cache_gib": budget, **config})
+    make = make_engine if config or cfg is not TINY else widest
+    return make(params, cfg, **{"num_pages": 6, "host_cache_gib": budget, **config})
 
 
 def store(engine: Engine) -> MemoryStore:
@@ -63,11 +64,9 @@ def store(engine: Engine) -> MemoryStore:
     return engine.tier.store
 
 
-def each(
-    engine: Engine, order: Sequence[int], params: SamplingParams = SHORT, exactly: bool = False
-) -> list[Request]:
-    """These prompts, one after the other."""
-    return [serve(engine, [(LONG[i], params)], exactly=exactly)[0] for i in order]
+def each(engine: Engine, order: Sequence[int], params: SamplingParams = SHORT, **how: bool) -> list[Request]:
+    """These prompts, one after the other. how: to compile, unless for small engines of the tiny model."""
+    return [serve(engine, [(LONG[i], params)], **{"compiled": True, **how})[0] for i in order]
 
 
 @cache
@@ -97,7 +96,7 @@ def test_a_prompt_that_was_driven_out_comes_back():
 
 
 def test_without_it_nothing_comes_back():
-    requests = each(make_engine(num_pages=6), [0, 1, 2, 0])
+    requests = each(widest(num_pages=6), [0, 1, 2, 0])
     assert [r.progress.cached_tokens for r in requests] == [0, 0, 0, 0]
     assert make_engine().stats().tier.pages == 0
 
@@ -106,7 +105,7 @@ def test_part_on_the_device_and_part_in_the_host():
     """The end of a prefix goes first."""
     engine = small()
     each(engine, [0, 1])
-    serve(engine, [(LONG[2][:20], replace(SHORT, max_tokens=8))])
+    serve(engine, [(LONG[2][:20], replace(SHORT, max_tokens=8))], compiled=True)
     requests = each(engine, [0])
     as_told(requests, [0])
     assert requests[-1].progress.cached_tokens == 32
@@ -117,7 +116,7 @@ def test_part_on_the_device_and_part_in_the_host():
 @pytest.mark.parametrize("cfg", [pytest.param(SPARSE, marks=pytest.mark.slow), gqa()], ids=["sparse", "gqa"])
 def test_pages_hold_index_keys_and_keys_and_values(cfg):
     engine, order = small(cfg), [0, 1, 2, 0]
-    requests = each(engine, order)
+    requests = each(engine, order, compiled=False)
     as_told(requests, order, cfg)
     assert engine.stats().hits_by_tier["host"] > 0
 
@@ -180,12 +179,11 @@ def test_preempted_requests_find_their_pages_again():
     for prompt, tokens, priority in zip(prompts(3, shortest=20)[::-1], (26, 26, 12), (1, 0, 0), strict=True):
         params = replace(GREEDY, max_tokens=tokens)
         requests.append(engine.make_request(prompt[-tokens:], params, priority=priority))
-    prepare(engine, requests)
     for request in requests:
         engine.submit(request)
         engine.step()
     finish(engine)
-    alone = [serve(make_engine(), [(r.prompt, r.params)])[0] for r in requests]
+    alone = [serve(widest(), [(r.prompt, r.params)], compiled=True)[0] for r in requests]
     stats = engine.stats()
     assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
     assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
@@ -199,7 +197,6 @@ def test_salts_do_not_share():
     engine, seen = small(), []
     for salt, i in (("", 0), ("mine", 0), ("", 1), ("", 0), ("mine", 0)):
         request = engine.make_request(LONG[i], SHORT, cache_salt=salt)
-        prepare(engine, [request])
         engine.submit(request)
         finish(engine)
         seen.append(request.progress.cached_tokens)
@@ -279,7 +276,7 @@ def soak(seed: int, rounds: int) -> None:
     Every answer is the one that the same request has on its own, and every page comes back.
     """
     draw = random.Random(seed)
-    engine, alone = small(pages=9), make_engine(prefix_cache=False)
+    engine, alone = small(pages=9), widest(prefix_cache=False)
     stems = [draw.choices(range(2, 40), k=34) for _ in range(4)]
     answers: dict[tuple[tuple[int, ...], int], tuple[list[int], list[int]]] = {}
     damaged = 0
@@ -291,7 +288,6 @@ def soak(seed: int, rounds: int) -> None:
             params = replace(GREEDY, max_tokens=draw.choice((1, 4, 12)))
             jobs.append((tuple(stem + ends[:1]), params))
         requests = [engine.make_request(p, params) for p, params in jobs]
-        prepare(engine, requests)
         aborted = draw.choice(requests) if draw.random() < 0.2 else None
         for request in requests:
             engine.submit(request)
@@ -304,7 +300,7 @@ def soak(seed: int, rounds: int) -> None:
         for request in requests:
             key = request.prompt, request.max_tokens
             if key not in answers:
-                (want,) = serve(alone, [(request.prompt, request.params)])
+                (want,) = serve(alone, [(request.prompt, request.params)], compiled=True)
                 answers[key] = want.progress.output, accepted(want)
             if request is not aborted:
                 assert (request.progress.output, accepted(request)) == answers[key]

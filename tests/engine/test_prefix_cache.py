@@ -14,7 +14,7 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Params
 from tests.engine.plain import reference, same_scores, scored_by, text, widest
-from tests.models import GREEDY, TINY, accepted, finish, make_engine, prepare, prompts, rigged, serve
+from tests.models import GREEDY, TINY, accepted, finish, make_engine, prompts, rigged, serve
 
 LONG = prompts(1, shortest=40)[0]
 TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))
@@ -25,12 +25,12 @@ rest = pytest.mark.rest
 
 
 def one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, exactly: bool = False) -> Request:
-    return serve(engine, [(prompt, params)], exactly=exactly)[0]
+    return serve(engine, [(prompt, params)], exactly=exactly, compiled=True)[0]
 
 
 @pytest.mark.parametrize("tokens", [32, 33, *(pytest.param(n, marks=rest) for n in (16, 17, 31, 40))])
 def test_tokens_and_acceptance_after_a_hit(tokens):
-    engine = make_engine()
+    engine = widest()
     one(engine, LONG)
     prompt = LONG[:tokens]
     again = one(engine, prompt)
@@ -63,10 +63,10 @@ def test_pages_of_generated_tokens_are_found_too(depth):
 
     A step that can make no drafts defers the drafter's entries.
     """
-    engine, params = make_engine(), replace(GREEDY, num_speculative_tokens=depth)
-    prepare(engine, [engine.make_request(LONG, GREEDY)])
-    keys = engine.buckets.prepare([engine.make_request(LONG, params)] * 4)
-    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
+    engine, params = widest(), replace(GREEDY, num_speculative_tokens=depth)
+    if depth == 0:
+        keys = engine.buckets.prepare([engine.make_request(LONG, params)] * 4)
+        engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
     first = serve(engine, [(LONG[:20], params)], compiled=True)[0]
     prompt = [*LONG[:20], *first.progress.output, 5, 9]
     second = one(engine, prompt, replace(GREEDY, max_tokens=8))
@@ -81,8 +81,7 @@ def test_hits_are_the_same_with_and_without_speculation():
     jobs = [([*LONG[:n], 3, n], replace(GREEDY, max_tokens=9)) for n in (5, 16, 33, 40, 33, 16, 40)]
     hits = []
     for depth in (0, 1, 3):
-        engine = make_engine()
-        prepare(engine, [engine.make_request(*jobs[0])])
+        engine = widest()
         asked = [(prompt, replace(params, num_speculative_tokens=depth)) for prompt, params in jobs]
         requests = [serve(engine, [job], compiled=True)[0] for job in asked]
         hits.append([r.progress.cached_tokens for r in requests])
@@ -94,11 +93,10 @@ def test_hits_are_the_same_with_and_without_speculation():
 
 
 def test_salts_do_not_share():
-    engine = make_engine()
+    engine = widest()
     seen = []
     for salt in ("", "mine", "mine", ""):
         request = engine.make_request(LONG, GREEDY, cache_salt=salt)
-        prepare(engine, [request])
         engine.submit(request)
         finish(engine)
         seen.append(request.progress.cached_tokens)
@@ -106,7 +104,7 @@ def test_salts_do_not_share():
 
 
 def test_flushing_forgets():
-    engine = make_engine()
+    engine = widest()
     one(engine, LONG)
     engine.flush_prefix_cache()
     assert engine.stats().pages_cached == 0
@@ -115,7 +113,7 @@ def test_flushing_forgets():
 
 def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
     engine, params = widest(), replace(GREEDY, prompt_logprobs=0)
-    _, request = (serve(engine, [(LONG, p)], compiled=True)[0] for p in (GREEDY, params))
+    _, request = (one(engine, LONG, p) for p in (GREEDY, params))
     assert request.progress.cached_tokens == 0
     scored_by(reference(), request)
 
@@ -125,8 +123,7 @@ def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
 
 def crowd(params: SamplingParams, **config) -> tuple[Engine, list[Request]]:
     """Four requests that need four pages each when they end, and six pages."""
-    engine = make_engine(num_pages=6, **config)
-    prepare(engine, [engine.make_request([5], replace(params, num_speculative_tokens=None))])
+    engine = widest(num_pages=6, **config)
     return engine, serve(engine, [(p, params) for p in prompts(4, shortest=14)], compiled=True)
 
 
@@ -141,7 +138,7 @@ def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
         scored_by(reference(), r)
     assert engine.stats().pages_used == 0
     if depth:
-        alone = [one(make_engine(), list(r.prompt), params) for r in requests]
+        alone = [one(widest(), list(r.prompt), params) for r in requests]
         assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
         assert sum(sum(accepted(r)) for r in requests) > 0
 
@@ -160,17 +157,16 @@ def test_preempted_prompts_are_scored_once():
 def test_preemption_changes_no_sampled_token():
     params = replace(SAMPLED, max_tokens=30, presence_penalty=0.3, min_tokens=20)
     engine, requests = crowd(params)
-    calm = serve(make_engine(), [(r.prompt, params) for r in requests])
+    calm = serve(widest(), [(r.prompt, params) for r in requests], compiled=True)
     assert engine.stats().preemptions > 0
     assert [r.progress.output for r in requests] == [r.progress.output for r in calm]
     assert [accepted(r) for r in requests] == [accepted(r) for r in calm]
 
 
 def test_the_more_important_request_keeps_its_pages():
-    engine = make_engine(num_pages=6)
+    engine = widest(num_pages=6)
     params = replace(GREEDY, max_tokens=30)
     requests = [engine.make_request(p, params, priority=-i) for i, p in enumerate(prompts(4, shortest=14))]
-    prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     finish(engine)
@@ -179,10 +175,9 @@ def test_the_more_important_request_keeps_its_pages():
 
 
 def test_aborting_a_preempted_request():
-    engine = make_engine(num_pages=6)
+    engine = widest(num_pages=6)
     params = replace(GREEDY, max_tokens=30)
     requests = [engine.make_request(p, params) for p in prompts(4, shortest=14)]
-    prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     while not (victims := [r for r in requests if r.residence.preemptions and not r.finished]):

@@ -100,6 +100,7 @@ def test_a_useless_margin_costs_nothing():
     assert gain([replace(world, noise=6, spread=0.2) for world in worlds("alike")[SOME]]) >= 0.98
 
 
+@pytest.mark.rest
 def test_the_gain_is_that_of_ranking():
     """The same controller without ranked steps has none, and ranked steps have more rows that pay."""
     world = Mixed("two", 32, 0.02)
