@@ -9,7 +9,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Params
 from mtp_jax.text.grammar import Grammars, StructuredOutput
-from tests.models import TINY, make_engine, prepare, rigged
+from tests.models import TINY, make_engine, rigged
 
 EOS = 1
 CFG = replace(TINY, vocab_size=112, eos_token_ids=(EOS,))
@@ -35,7 +35,11 @@ def lean(grammars: Grammars) -> Engine:
 
 
 def ready(grammars: Grammars, **config: Any) -> Engine:
-    """An engine with programs that sample, which serve greedy rows, too: one set for every test."""
+    """An engine with programs that sample, which serve greedy rows, too: one set for every test.
+
+    Rows with grammars and rows without have steps of their own; one program takes a prompt beside either.
+    """
     engine = engine_with(grammars, **config)
-    prepare(engine, [engine.make_request([5], options) for options in (SAMPLED, SHAPED)])
+    keys = engine.buckets.prepare([engine.make_request([5], options) for options in (SAMPLED, SHAPED)] * 4)
+    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and (k.mode.structured or not k.tokens))
     return engine

@@ -31,8 +31,8 @@ from tests.models import (
 )
 
 # Every prompt is longer than ``topk`` or grows beyond it, and a layer shares what the one before it chose.
-INDEX = IndexerConfig(heads=4, dim=8, topk=8, shared=(False, False, True))
-SPARSE = replace(TINY, num_hidden_layers=3, indexer=INDEX)
+INDEX = IndexerConfig(heads=4, dim=8, topk=8, shared=(False, True))
+SPARSE = replace(TINY, indexer=INDEX)
 SHARING = replace(SPARSE, indexer=replace(INDEX, interleaved=True, share_drafts=True))
 GQA = gqa()
 PROMPTS = prompts(6)
@@ -152,7 +152,7 @@ PAIRS = 64 + 8 * 4
 
 @pytest.mark.parametrize(
     ("cfg", "row_bytes"),
-    [(SPARSE, [INDEXED, INDEXED, LATENT, INDEXED]), (GQA, [PAIRS] * (GQA.num_hidden_layers + 1))],
+    [(SPARSE, [INDEXED, LATENT, INDEXED]), (GQA, [PAIRS] * (GQA.num_hidden_layers + 1))],
     ids=["sparse", "gqa"],
 )
 def test_an_fp8_cache_holds_all_in_eight_bits(cfg, row_bytes):

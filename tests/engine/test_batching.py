@@ -105,7 +105,7 @@ def test_rows_of_one_batch_have_their_own_depth():
 @rest
 @pytest.mark.parametrize("count", [*(pytest.param(n, marks=slow) for n in (1, 2)), 3])
 def test_every_batch_size(count):
-    check(serve(make_engine(), [(p, GREEDY) for p in PROMPTS[:count]], exactly=True))
+    check(serve(make_engine(num_speculative_tokens=5), [(p, at(5)) for p in PROMPTS[:count]], exactly=True))
 
 
 @pytest.mark.parametrize("shift", [0, *(pytest.param(n, marks=rest) for n in (1, 2, 3))])
@@ -166,28 +166,26 @@ def test_requests_join_and_leave_a_running_batch():
     ],
 )
 def test_pages_and_chunks(page_size, chunk):
-    engine = make_engine(page_size=page_size, prefill_chunk=chunk)
-    check(serve(engine, [(p, GREEDY) for p in PROMPTS[4:]]))
+    engine = widest(page_size=page_size, prefill_chunk=chunk)
+    check(serve(engine, [(p, GREEDY) for p in PROMPTS[4:]], compiled=True))
 
 
 @rest
 def test_prompt_lengths_around_page_and_chunk_edges():
     long = prompts(1, shortest=40)[0]
     lengths = (1, 2, 3, 15, 16, 17, 18, 31, 32, 33, 40)  # the last one fills max_model_len
-    check(serve(make_engine(), [(long[:n], GREEDY) for n in lengths]))
+    check(serve(widest(), [(long[:n], GREEDY) for n in lengths], compiled=True))
 
 
 @rest
 def test_short_prompts_are_prefilled_together(monkeypatch):
-    """Four at a time, in the program for so many. What a prompt's own tokens score is its own."""
-    engine = make_engine(prefill_chunk=64)
+    """Up to four at a time. What a prompt's own tokens score is its own."""
+    engine = widest(prefill_chunk=64)
     launched: list[StepKey] = []
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
     (longest,) = prompts(1, shortest=6)
     asked = [longest[: 3 + i] for i in range(4)]
     requests = [engine.make_request(p, replace(GREEDY, prompt_logprobs=0)) for p in asked]
-    keys = engine.buckets.prepare(requests)
-    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and k.prompts != 1)
     for r in requests:
         engine.submit(r)
     finish(engine)
