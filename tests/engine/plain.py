@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -35,6 +36,12 @@ def widest(params: Params | None = None, cfg: ModelConfig = TINY, **config: Any)
     deepest = replace(WIDEST, num_speculative_tokens=engine.config.num_speculative_tokens)
     prepare(engine, [engine.make_request([5], deepest)])
     return engine
+
+
+def compile_steps(engine: Engine, prompt: Sequence[int], params: SamplingParams, count: int = 1) -> None:
+    """Compile a step for ``count`` such requests; programs that are there read their prompts."""
+    keys = engine.buckets.prepare([engine.make_request(prompt, params)] * count)
+    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
 
 
 def largest_logit(params: Params, cfg: ModelConfig) -> float:

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
-from tests.engine.plain import widest
+from tests.engine.plain import compile_steps, widest
 from tests.models import Reference, finish, make_engine, prompts, rigged, serve, watch
 
 SAMPLED = SamplingParams(
@@ -59,11 +58,10 @@ def test_same_tokens_at_every_depth():
 def test_same_tokens_in_a_program_that_does_not_draft(monkeypatch):
     engine = engine_with("coupled")
     (deepest,) = serve(engine, jobs()[:1], compiled=True)
-    alone, launched = engine.make_request(*jobs(0)[0]), []
-    keys = engine.buckets.prepare([alone])
-    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
+    compile_steps(engine, *jobs(0)[0])
+    launched = []
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
-    assert outputs(run(engine, [alone])) == outputs([deepest])
+    assert outputs(serve(engine, jobs(0)[:1], compiled=True)) == outputs([deepest])
     assert {k.room for k in launched if not k.tokens} == {0}
 
 

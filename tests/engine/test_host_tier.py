@@ -144,7 +144,8 @@ def test_as_if_computed_anew(cfg, config, params):
     order = [0, 1, 2, 0]
     engine = small(cfg, **config)
     got = each(engine, order, params, exactly=True)
-    bare = make_engine(config.get("params") or tiny_params(cfg), cfg, **_bare(config))
+    anew = {**config, "prefix_cache": False, "verifier": engine.config.verifier}
+    bare = make_engine(anew.pop("params", None) or tiny_params(cfg), cfg, **anew)
     want = each(bare, order, params, exactly=True)
     assert [(r.progress.output, accepted(r)) for r in got] == [(r.progress.output, accepted(r)) for r in want]
     assert [r.progress.cached_tokens for r in got] == [0, 0, 0, 32]
@@ -152,10 +153,6 @@ def test_as_if_computed_anew(cfg, config, params):
     assert config.get("num_speculative_tokens") == 0 or sum(
         r.progress.speculation.accepted for r in got
     ) > len(got)
-
-
-def _bare(config: dict) -> dict:
-    return {k: v for k, v in config.items() if k != "params"} | {"prefix_cache": False}
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Params
-from tests.engine.plain import reference, same_scores, scored_by, text, widest
+from tests.engine.plain import compile_steps, reference, same_scores, scored_by, text, widest
 from tests.models import GREEDY, TINY, accepted, finish, make_engine, prompts, rigged, serve
 
 LONG = prompts(1, shortest=40)[0]
@@ -65,8 +64,7 @@ def test_pages_of_generated_tokens_are_found_too(depth):
     """
     engine, params = widest(), replace(GREEDY, num_speculative_tokens=depth)
     if depth == 0:
-        keys = engine.buckets.prepare([engine.make_request(LONG, params)] * 4)
-        engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
+        compile_steps(engine, LONG, params, 4)
     first = serve(engine, [(LONG[:20], params)], compiled=True)[0]
     prompt = [*LONG[:20], *first.progress.output, 5, 9]
     second = one(engine, prompt, replace(GREEDY, max_tokens=8))

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
-from tests.engine.plain import reference, same_scores, widest
+from tests.engine.plain import compile_steps, reference, same_scores, widest
 from tests.models import GREEDY, accepted, prompts, serve
 
 pytestmark = pytest.mark.rest  # coupled verification promises more, and is tested in every run
@@ -57,8 +56,7 @@ def test_same_seed_same_output_in_any_company(drafting, verifier):
 def test_same_seed_same_output_in_a_smaller_executable():
     want = alone(0, "sampled", "block")  # before there is a program of one slot
     engine = widest(verifier="block")
-    keys = engine.buckets.prepare([engine.make_request(*JOBS[0])])
-    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
+    compile_steps(engine, *JOBS[0])
     (small,) = serve(engine, JOBS[:1], compiled=True)
     same(small, want)
 

@@ -20,7 +20,7 @@ from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.decode.helpers import compilations as compilations
-from tests.engine.plain import same_scores
+from tests.engine.plain import compile_steps, same_scores
 from tests.engine.structured import CFG, EOS, engine_with, lean, params, ready
 from tests.models import accepted, finish, make_engine, on_mesh, prompts, serve, watch
 
@@ -119,8 +119,7 @@ def test_what_a_grammar_forces_is_drafted(grammars):
 def test_programs_that_do_not_draft_write_the_same(grammars, plain, monkeypatch):
     engine, launched = lean(grammars), []
     asked = jobs(replace(GREEDY, num_speculative_tokens=0))[0]
-    keys = engine.buckets.prepare([engine.make_request(*asked)])
-    engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
+    compile_steps(engine, *asked)
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
     (request,) = serve(engine, [asked], compiled=True)
     assert request.progress.output == plain[0].progress.output
