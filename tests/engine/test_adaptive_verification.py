@@ -53,7 +53,10 @@ def served(
 
     patch.setattr(engine.depth, "choose", choose)
     requests = [engine.make_request(*job) for job in jobs]
-    engine.prepare(requests)
+    # One program serves every depth.
+    keys = [k for k in engine.buckets.prepare(requests) if not isinstance(k, StepKey) or k.room or k.kept]
+    engine.runner.compile(keys)
+    engine.warm_up(keys)
     watch(patch, engine.runner, steps.append)
     for r in requests:
         engine.submit(r)
@@ -61,6 +64,7 @@ def served(
     return requests, steps
 
 
+@pytest.mark.rest
 def test_the_text_is_that_of_no_drafts(monkeypatch):
     """A model decodes greedily, most steps verify a third of the drafts, and many of these are accepted."""
     engine, jobs = make_engine(PARAMS, **RANKED), [(p, GREEDY) for p in prompts(4)]
@@ -108,6 +112,7 @@ def test_structured_requests_are_verified_as_ever(monkeypatch):
     assert [k.kept for k in engine.buckets.prepare(requests) if isinstance(k, StepKey) and k.kept] == [1]
 
 
+@pytest.mark.rest
 def test_drafts_are_where_they_are_accepted(monkeypatch):
     """The engine learns from margins which rows go on, and gives their drafts the rows of the step."""
     engine, _ = on_device(**RANKED, max_num_seqs=8, max_model_len=512, keep=0.6)
@@ -135,6 +140,7 @@ def test_steps_that_never_have_a_choice(options, message):
         engine_config(**RANKED | options)
 
 
+@pytest.mark.rest
 def test_products_have_fewer_rows():
     """A step of 8 slots that verifies 8 of 24 drafts multiplies half as many rows, attention aside."""
     runner = make_engine(PARAMS, max_num_seqs=8, **RANKED).runner

@@ -8,17 +8,16 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.engine.request import Request
+from tests.engine.plain import reference, scored_by, widest
 from tests.models import (
     GREEDY,
     Reference,
     Told,
     accepted,
-    chosen_logprobs,
     finish,
     make_engine,
     prepare,
@@ -31,11 +30,7 @@ from tests.models import (
 PROMPTS = prompts(8)
 TOKENS = 24
 assert GREEDY.max_tokens == TOKENS
-
-
-@functools.cache
-def reference() -> Reference:
-    return Reference(tiny_params())
+rest, slow = pytest.mark.rest, pytest.mark.slow
 
 
 @functools.cache
@@ -54,10 +49,7 @@ def check(requests: Iterable[Request]) -> None:
         assert r.progress.finish_reason == "length"
         assert len(r.progress.output) == r.max_tokens
         assert accepted(r) == expected.accepted[: r.progress.speculation.steps]
-        rows = reference().logprobs([*r.prompt, *r.progress.output])[len(r.prompt) - 1 : -1]
-        np.testing.assert_allclose(
-            chosen_logprobs(r), rows[range(len(r.progress.output)), r.progress.output], atol=1e-4
-        )
+        scored_by(reference(), r)
         total += r.progress.speculation.accepted
     assert total > 0 or all(r.depth == 0 for r in requests)
 
@@ -66,6 +58,7 @@ def at(depth: int):
     return replace(GREEDY, num_speculative_tokens=depth)
 
 
+@rest
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_executable_with_room_for_more_makes_as_many_drafts_as_a_launch_asks_for(depth, monkeypatch):
     """As one of that depth does, whatever the slots' own depths are."""
@@ -84,9 +77,7 @@ def test_an_executable_with_room_for_more_makes_as_many_drafts_as_a_launch_asks_
     assert (depth, 5) in {(k.depth, k.room) for k in launched}
 
 
-slow = pytest.mark.slow
-
-
+@rest
 @pytest.mark.parametrize("depth", range(6))
 def test_every_depth(depth):
     """In the programs of the deepest."""
@@ -103,6 +94,7 @@ def test_every_depth_in_programs_of_its_own(depth):
     check(serve(make_engine(num_speculative_tokens=5), [(p, at(depth)) for p in PROMPTS[:4]]))
 
 
+@rest
 def test_rows_of_one_batch_have_their_own_depth():
     engine = make_engine(num_speculative_tokens=5)
     requests = serve(engine, [(p, at(d)) for p, d in zip(PROMPTS[:4], (5, 0, 3, 1), strict=True)])
@@ -110,16 +102,16 @@ def test_rows_of_one_batch_have_their_own_depth():
     assert [r.progress.speculation.drafted_per_step[0] for r in requests] == [5, 0, 3, 1]
 
 
+@rest
 @pytest.mark.parametrize("count", [*(pytest.param(n, marks=slow) for n in (1, 2)), 3])
 def test_every_batch_size(count):
-    check(serve(make_engine(), [(p, GREEDY) for p in PROMPTS[:count]], exactly=True))
+    check(serve(make_engine(num_speculative_tokens=5), [(p, at(5)) for p in PROMPTS[:count]], exactly=True))
 
 
-@pytest.mark.parametrize("shift", range(4))
+@pytest.mark.parametrize("shift", [0, *(pytest.param(n, marks=rest) for n in (1, 2, 3))])
 def test_every_slot(shift):
-    engine = make_engine()
+    engine = widest()
     requests = [engine.make_request(p, GREEDY) for p in (*PROMPTS[shift:4], *PROMPTS[:shift])]
-    prepare(engine, requests)
     for r in requests:
         engine.submit(r)
     engine.step()
@@ -129,30 +121,30 @@ def test_every_slot(shift):
 
 
 def test_a_row_moves_down_when_others_have_ended():
-    engine = make_engine()
+    engine = widest()
     jobs = [(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, (2, 24, 4, 24), strict=False)]
-    requests = serve(engine, jobs)
+    requests = serve(engine, jobs, compiled=True)
     assert requests[-1].residence.slot < 3
     check(requests)
 
 
+@rest
 def test_reversed_order():
-    check(serve(make_engine(), [(p, GREEDY) for p in reversed(PROMPTS)]))
+    check(serve(widest(), [(p, GREEDY) for p in reversed(PROMPTS)], compiled=True))
 
 
 def test_more_requests_than_slots():
-    engine = make_engine()
+    engine = widest()
     lengths = [24, 3, 1, 9, 24, 2, 5, 24]
     jobs = [(p, replace(GREEDY, max_tokens=n)) for p, n in zip(PROMPTS, lengths, strict=True)]
-    requests = serve(engine, [*jobs, *reversed(jobs)])
+    requests = serve(engine, [*jobs, *reversed(jobs)], compiled=True)
     check(requests)
     assert {r.residence.slot for r in requests} == {0, 1, 2, 3}
 
 
 def test_requests_join_and_leave_a_running_batch():
-    engine = make_engine()
+    engine = widest()
     requests = [engine.make_request(p, replace(GREEDY, max_tokens=24 - 3 * i)) for i, p in enumerate(PROMPTS)]
-    prepare(engine, requests)
     waiting = list(requests)
     while waiting or engine.busy:
         if waiting:
@@ -165,7 +157,7 @@ def test_requests_join_and_leave_a_running_batch():
 @pytest.mark.parametrize(
     ("page_size", "chunk"),
     [
-        (16, 7),
+        pytest.param(16, 7, marks=rest),
         pytest.param(1, 64, marks=slow),
         pytest.param(64, 1, marks=slow),
         pytest.param(16, 64, marks=slow),
@@ -174,37 +166,32 @@ def test_requests_join_and_leave_a_running_batch():
     ],
 )
 def test_pages_and_chunks(page_size, chunk):
-    engine = make_engine(page_size=page_size, prefill_chunk=chunk)
-    check(serve(engine, [(p, GREEDY) for p in PROMPTS[4:]]))
+    engine = widest(page_size=page_size, prefill_chunk=chunk)
+    check(serve(engine, [(p, GREEDY) for p in PROMPTS[4:]], compiled=True))
 
 
+@rest
 def test_prompt_lengths_around_page_and_chunk_edges():
     long = prompts(1, shortest=40)[0]
     lengths = (1, 2, 3, 15, 16, 17, 18, 31, 32, 33, 40)  # the last one fills max_model_len
-    check(serve(make_engine(), [(long[:n], GREEDY) for n in lengths]))
+    check(serve(widest(), [(long[:n], GREEDY) for n in lengths], compiled=True))
 
 
+@rest
 def test_short_prompts_are_prefilled_together(monkeypatch):
     """Up to four at a time. What a prompt's own tokens score is its own."""
-    engine = make_engine(prefill_chunk=64)
+    engine = widest(prefill_chunk=64)
     launched: list[StepKey] = []
     watch(monkeypatch, engine.runner, lambda step: launched.append(step.key))
     (longest,) = prompts(1, shortest=6)
     asked = [longest[: 3 + i] for i in range(4)]
     requests = [engine.make_request(p, replace(GREEDY, prompt_logprobs=0)) for p in asked]
-    prepare(engine, requests)
-    launched.clear()
     for r in requests:
         engine.submit(r)
     finish(engine)
     check(requests)
     assert sorted((k.prompts, k.tokens) for k in launched if k.tokens) == [(4, 16)]
-    for r in requests:
-        rows = reference().logprobs(r.prompt)[:-1]
-        first, *scored = r.progress.prompt_logprobs
-        assert first is None
-        scores = [p[t].logprob for p, t in zip(scored, r.prompt[1:], strict=True) if p]
-        np.testing.assert_allclose(scores, rows[range(len(scores)), r.prompt[1:]], atol=1e-4)
+    assert all(r.progress.prompt_logprobs[0] is None for r in requests)
 
 
 @pytest.mark.slow
@@ -218,8 +205,6 @@ def test_a_deeper_executable_than_needed_stays_inside_its_page_table():
     long = prompts(1, shortest=254, seed=5)[0]
     requests = serve(engine, [(long, at(0)), (PROMPTS[0], replace(GREEDY, max_tokens=4))])
     plain = Reference(tiny_params(), longest=300)
-    rows = plain.logprobs([*long, *requests[0].progress.output])[len(long) - 1 : -1]
-    np.testing.assert_allclose(
-        chosen_logprobs(requests[0]), rows[range(TOKENS), requests[0].progress.output], atol=1e-4
-    )
+    scored_by(plain, requests[0])
+    rows = plain.logits([*long, *requests[0].progress.output])[len(long) - 1 : -1]
     assert requests[0].progress.output == rows.argmax(-1).tolist()

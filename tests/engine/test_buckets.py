@@ -218,6 +218,7 @@ JOB = st.tuples(
 )
 
 
+@pytest.mark.rest
 @settings(deadline=None, max_examples=60, phases=[Phase.explicit, Phase.generate])
 @example(  # one deep request ends early; only its deep executable is there when the long one fills 256 rows
     jobs=[(254, 24, 0, 0.0), (3, 4, 3, 0.0)],
@@ -310,6 +311,7 @@ ASKED = st.tuples(
 )
 
 
+@pytest.mark.rest
 @settings(deadline=None, max_examples=50, phases=[Phase.explicit, Phase.generate])
 @given(
     jobs=st.lists(ASKED, min_size=1, max_size=12),

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from mtp_jax.api.local import local_engine
 from mtp_jax.decode.keys import SamplingMode, StepKey, TreeShape
 from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, Yield, adaptive_depths
 from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
+from tests.engine.plain import text, widest
 from tests.engine.worlds import (
     MOST,
     SEEDS,
@@ -24,22 +24,12 @@ from tests.engine.worlds import (
     mean_of,
     scores,
 )
-from tests.models import (
-    GREEDY,
-    TINY,
-    Reference,
-    accepted,
-    engine_config,
-    finish,
-    make_engine,
-    prepare,
-    prompts,
-    serve,
-    tiny_params,
-)
+from tests.models import GREEDY, accepted, finish, prompts, serve
 
 WORST, MEAN = 0.95, 1.0
 FEW = SEEDS[4:6]  # the latter misleads a controller that never probes
+rest = pytest.mark.rest
+FIRST = ("batch 1, drafts pay", "batch 1, drafts do not pay")
 adaptive = partial(DepthController, MOST)
 some_and_all = pytest.mark.parametrize(
     "seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=lambda seeds: f"{len(seeds)} seeds"
@@ -47,11 +37,12 @@ some_and_all = pytest.mark.parametrize(
 
 
 @some_and_all
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [w if w in FIRST else pytest.param(w, marks=rest) for w in WORLDS])
 def test_near_the_best_fixed_depth(world, seeds):
     assert min(scores(adaptive, world, seeds)) >= WORST
 
 
+@rest
 @some_and_all
 def test_as_fast_as_the_best_fixed_depths_on_average(seeds):
     """Each world's best depth is known in hindsight only; worlds that change pay for the probes."""
@@ -79,13 +70,13 @@ class PerSecond(DepthController):
     ("broken", "world"),
     [
         (partial(Fixed, 0), "batch 1, drafts pay"),
-        (partial(Fixed, 1), "batch 1, drafts pay"),
+        pytest.param(partial(Fixed, 1), "batch 1, drafts pay", marks=rest),
         (partial(Fixed, 3), "batch 1, drafts do not pay"),
-        (Anyhow, "batch 1, drafts pay"),
-        (Anyhow, "batch 16, hopeless, spells"),
+        pytest.param(Anyhow, "batch 1, drafts pay", marks=rest),
+        pytest.param(Anyhow, "batch 16, hopeless, spells", marks=rest),
         (partial(DepthController, MOST, DepthPolicy(budget=0)), "batch 1, drafts pay"),
         (partial(DepthController, MOST, DepthPolicy(budget=1)), "batch 1, drafts do not pay"),
-        (partial(PerSecond, MOST), "steps take prompts along, drafts never pay"),
+        pytest.param(partial(PerSecond, MOST), "steps take prompts along, drafts never pay", marks=rest),
     ],
 )
 def test_the_bounds_notice_a_broken_controller(broken, world):
@@ -416,8 +407,7 @@ def test_an_engine_of_fixed_depth_knows_the_speedup_once_a_request_had_no_drafts
 
 
 def test_warm_up_measures_every_depth():
-    # It shares no programs, so that those it has are those it prepared.
-    engine = local_engine(TINY, tiny_params(), engine_config(adaptive_depth=True))
+    engine, _ = on_device(adaptive_depth=True)
     request = engine.make_request(prompts(1)[0], GREEDY)
     engine.prepare([request])
     steps = [k for k in engine.runner.keys if isinstance(k, StepKey) and k.slots]
@@ -441,15 +431,13 @@ def choose_in_turn(engine, monkeypatch):
 
 
 def test_adaptive_steps_give_the_tokens_of_depth_0(monkeypatch):
-    reference = Reference(tiny_params())
-    engine = make_engine(adaptive_depth=True)
+    engine = widest(adaptive_depth=True)
     choose_in_turn(engine, monkeypatch)
-    prepare(engine, [engine.make_request(prompts(1)[0], replace(GREEDY, num_speculative_tokens=3))])
     jobs = [(p, replace(GREEDY, max_tokens=40)) for p in prompts(3)]
     requests = serve(engine, jobs, compiled=True)
     stats = engine.stats()
     assert set(stats.depth_steps) == {0, 1, 3}
-    assert [r.progress.output for r in requests] == [reference.speculate(p, 40).ids for p, _ in jobs]
+    assert [r.progress.output for r in requests] == [text(p, 40) for p, _ in jobs]
     assert sum(sum(accepted(r)) for r in requests) == stats.accepted_tokens > 0
     assert stats.draft_tokens == sum(r.progress.speculation.drafted for r in requests)
 

@@ -26,6 +26,7 @@ from tests.models import (
     tiny_params,
 )
 
+pytestmark = pytest.mark.rest
 TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))
 JOBS = [(p, GREEDY) for p in prompts(5)]
 

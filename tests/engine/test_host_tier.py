@@ -22,6 +22,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.store.memory import MemoryStore
+from tests.engine.plain import widest
 from tests.models import (
     GREEDY,
     TINY,
@@ -32,7 +33,6 @@ from tests.models import (
     gqa,
     make_engine,
     on_mesh,
-    prepare,
     prompts,
     rigged,
     serve,
@@ -46,6 +46,7 @@ SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True
 LONG = [prompts(1, shortest=44, seed=seed)[0] for seed in range(4)]
 BFLOAT16 = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tiny_params())
 GIB = 2**30
+rest = pytest.mark.rest
 
 
 def small(cfg: ModelConfig = TINY, pages: int = 1000, **config) -> Engine:
@@ -53,7 +54,8 @@ def small(cfg: ModelConfig = TINY, pages: int = 1000, **config) -> Engine:
     params = config.pop("params", None) or tiny_params(cfg)
     bytes_per_page = local_runner(make_engine(params, cfg, **config)).page_bytes
     budget = pages * bytes_per_page / GIB
-    return make_engine(params, cfg, **{"num_pages": 6, "host_cache_gib": budget, **config})
+    make = make_engine if config or cfg is not TINY else widest
+    return make(params, cfg, **{"num_pages": 6, "host_cache_gib": budget, **config})
 
 
 def store(engine: Engine) -> MemoryStore:
@@ -62,11 +64,9 @@ def store(engine: Engine) -> MemoryStore:
     return engine.tier.store
 
 
-def each(
-    engine: Engine, order: Sequence[int], params: SamplingParams = SHORT, exactly: bool = False
-) -> list[Request]:
-    """These prompts, one after the other."""
-    return [serve(engine, [(LONG[i], params)], exactly=exactly)[0] for i in order]
+def each(engine: Engine, order: Sequence[int], params: SamplingParams = SHORT, **how: bool) -> list[Request]:
+    """These prompts, one after the other. how: to compile, unless for small engines of the tiny model."""
+    return [serve(engine, [(LONG[i], params)], **{"compiled": True, **how})[0] for i in order]
 
 
 @cache
@@ -96,7 +96,7 @@ def test_a_prompt_that_was_driven_out_comes_back():
 
 
 def test_without_it_nothing_comes_back():
-    requests = each(make_engine(num_pages=6), [0, 1, 2, 0])
+    requests = each(widest(num_pages=6), [0, 1, 2, 0])
     assert [r.progress.cached_tokens for r in requests] == [0, 0, 0, 0]
     assert make_engine().stats().tier.pages == 0
 
@@ -105,21 +105,23 @@ def test_part_on_the_device_and_part_in_the_host():
     """The end of a prefix goes first."""
     engine = small()
     each(engine, [0, 1])
-    serve(engine, [(LONG[2][:20], replace(SHORT, max_tokens=8))])
+    serve(engine, [(LONG[2][:20], replace(SHORT, max_tokens=8))], compiled=True)
     requests = each(engine, [0])
     as_told(requests, [0])
     assert requests[-1].progress.cached_tokens == 32
     assert engine.stats().hits_by_tier == {"device": 16, "host": 16}
 
 
+@rest
 @pytest.mark.parametrize("cfg", [pytest.param(SPARSE, marks=pytest.mark.slow), gqa()], ids=["sparse", "gqa"])
 def test_pages_hold_index_keys_and_keys_and_values(cfg):
     engine, order = small(cfg), [0, 1, 2, 0]
-    requests = each(engine, order, exactly=True)
+    requests = each(engine, order, compiled=False)
     as_told(requests, order, cfg)
     assert engine.stats().hits_by_tier["host"] > 0
 
 
+@rest
 @pytest.mark.parametrize(
     ("cfg", "config", "params"),
     [
@@ -142,7 +144,8 @@ def test_as_if_computed_anew(cfg, config, params):
     order = [0, 1, 2, 0]
     engine = small(cfg, **config)
     got = each(engine, order, params, exactly=True)
-    bare = make_engine(config.get("params") or tiny_params(cfg), cfg, **_bare(config))
+    anew = {**config, "prefix_cache": False, "verifier": engine.config.verifier}
+    bare = make_engine(anew.pop("params", None) or tiny_params(cfg), cfg, **anew)
     want = each(bare, order, params, exactly=True)
     assert [(r.progress.output, accepted(r)) for r in got] == [(r.progress.output, accepted(r)) for r in want]
     assert [r.progress.cached_tokens for r in got] == [0, 0, 0, 32]
@@ -150,10 +153,6 @@ def test_as_if_computed_anew(cfg, config, params):
     assert config.get("num_speculative_tokens") == 0 or sum(
         r.progress.speculation.accepted for r in got
     ) > len(got)
-
-
-def _bare(config: dict) -> dict:
-    return {k: v for k, v in config.items() if k != "params"} | {"prefix_cache": False}
 
 
 @pytest.mark.slow
@@ -177,12 +176,11 @@ def test_preempted_requests_find_their_pages_again():
     for prompt, tokens, priority in zip(prompts(3, shortest=20)[::-1], (26, 26, 12), (1, 0, 0), strict=True):
         params = replace(GREEDY, max_tokens=tokens)
         requests.append(engine.make_request(prompt[-tokens:], params, priority=priority))
-    prepare(engine, requests)
     for request in requests:
         engine.submit(request)
         engine.step()
     finish(engine)
-    alone = [serve(make_engine(), [(r.prompt, r.params)])[0] for r in requests]
+    alone = [serve(widest(), [(r.prompt, r.params)], compiled=True)[0] for r in requests]
     stats = engine.stats()
     assert [r.progress.output for r in requests] == [r.progress.output for r in alone]
     assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
@@ -196,7 +194,6 @@ def test_salts_do_not_share():
     engine, seen = small(), []
     for salt, i in (("", 0), ("mine", 0), ("", 1), ("", 0), ("mine", 0)):
         request = engine.make_request(LONG[i], SHORT, cache_salt=salt)
-        prepare(engine, [request])
         engine.submit(request)
         finish(engine)
         seen.append(request.progress.cached_tokens)
@@ -276,7 +273,7 @@ def soak(seed: int, rounds: int) -> None:
     Every answer is the one that the same request has on its own, and every page comes back.
     """
     draw = random.Random(seed)
-    engine, alone = small(pages=9), make_engine(prefix_cache=False)
+    engine, alone = small(pages=9), widest(prefix_cache=False)
     stems = [draw.choices(range(2, 40), k=34) for _ in range(4)]
     answers: dict[tuple[tuple[int, ...], int], tuple[list[int], list[int]]] = {}
     damaged = 0
@@ -285,10 +282,9 @@ def soak(seed: int, rounds: int) -> None:
         for _ in range(draw.randint(1, 6)):
             stem = draw.choice(stems)[: draw.choice((5, 17, 33, 34))]
             ends = draw.choices(range(2, 40), k=draw.choice((0, 1, 2)))
-            params = replace(GREEDY, logprobs=None, max_tokens=draw.choice((1, 4, 12)))
+            params = replace(GREEDY, max_tokens=draw.choice((1, 4, 12)))
             jobs.append((tuple(stem + ends[:1]), params))
         requests = [engine.make_request(p, params) for p, params in jobs]
-        prepare(engine, requests)
         aborted = draw.choice(requests) if draw.random() < 0.2 else None
         for request in requests:
             engine.submit(request)
@@ -301,7 +297,7 @@ def soak(seed: int, rounds: int) -> None:
         for request in requests:
             key = request.prompt, request.max_tokens
             if key not in answers:
-                (want,) = serve(alone, [(request.prompt, request.params)])
+                (want,) = serve(alone, [(request.prompt, request.params)], compiled=True)
                 answers[key] = want.progress.output, accepted(want)
             if request is not aborted:
                 assert (request.progress.output, accepted(request)) == answers[key]
@@ -324,6 +320,7 @@ def soak(seed: int, rounds: int) -> None:
     assert stats.accepted_tokens > rounds
 
 
+@rest
 def test_soak():
     soak(seed=1, rounds=20)
 

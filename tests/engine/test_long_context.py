@@ -75,6 +75,7 @@ def factor(layers: int, topk: int, entries: int) -> tuple[float, float]:
     return counts[0] / counts[1], expected[0] / expected[1]
 
 
+@pytest.mark.rest
 def test_selection_computes_as_much_less_as_predicted():
     counted, expected = factor(layers=2, topk=64, entries=2048)
     assert counted == pytest.approx(expected, rel=0.2)

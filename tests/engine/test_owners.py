@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,11 @@ OWNERS = {Progress: "mtp_jax/engine/engine.py", Residence: "mtp_jax/engine/sched
 OTHERS = {"self", "reservation", "row", "soak", "self.counters"}
 """Names of objects of other classes that have fields of the same names."""
 IN_PLACE = {"append", "extend", "insert", "pop", "remove", "clear", "sort", "reverse"}
+
+
+@cache
+def written_by_packages() -> list[tuple[Path, ast.Attribute]]:
+    return [(path, a) for path in PACKAGES for a in written(ast.parse(path.read_text()))]
 
 
 def written(tree: ast.AST) -> Iterator[ast.Attribute]:
@@ -43,20 +49,16 @@ def written(tree: ast.AST) -> Iterator[ast.Attribute]:
 @pytest.mark.parametrize("part", OWNERS)
 def test_one_file_writes_a_part(part: type):
     names = {f.name for f in fields(part)}
-    found = set()
-    for path in PACKAGES:
-        if any(a.attr in names for a in written(ast.parse(path.read_text()))):
-            found.add(str(path.relative_to(ROOT)))
+    found = {str(path.relative_to(ROOT)) for path, a in written_by_packages() if a.attr in names}
     assert found == {OWNERS[part]}
 
 
 def test_nobody_writes_attributes_of_an_engine_or_a_scheduler():
     """Their own methods do, and an engine those of its scheduler."""
-    for path in PACKAGES:
-        for a in written(ast.parse(path.read_text())):
-            written_of = ast.unparse(a.value).split(".")[-1].lstrip("_")
-            inside = path.name == "engine.py" and ast.unparse(a) == "self.scheduler.held"
-            assert inside or written_of not in ("engine", "scheduler"), (path, a.lineno)
+    for path, a in written_by_packages():
+        written_of = ast.unparse(a.value).split(".")[-1].lstrip("_")
+        inside = path.name == "engine.py" and ast.unparse(a) == "self.scheduler.held"
+        assert inside or written_of not in ("engine", "scheduler"), (path, a.lineno)
 
 
 @pytest.mark.parametrize(

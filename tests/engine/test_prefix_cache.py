@@ -5,47 +5,31 @@ where only drafts depend on it.
 """
 
 from dataclasses import replace
-from functools import cache
 
-import numpy as np
 import pytest
 
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.params import Params
-from tests.models import (
-    GREEDY,
-    TINY,
-    Reference,
-    accepted,
-    chosen_logprobs,
-    finish,
-    make_engine,
-    prepare,
-    prompts,
-    rigged,
-    serve,
-    tiny_params,
-)
+from tests.engine.plain import compile_steps, reference, same_scores, scored_by, text, widest
+from tests.models import GREEDY, TINY, accepted, finish, make_engine, prompts, rigged, serve
 
 LONG = prompts(1, shortest=40)[0]
 TWO_LAYERS = replace(TINY, num_nextn_predict_layers=2, nextn_moe=(True, False))
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=0)
 
 
-@cache
-def reference() -> Reference:
-    return Reference(tiny_params())
+rest = pytest.mark.rest
 
 
 def one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY, exactly: bool = False) -> Request:
-    return serve(engine, [(prompt, params)], exactly=exactly)[0]
+    return serve(engine, [(prompt, params)], exactly=exactly, compiled=True)[0]
 
 
-@pytest.mark.parametrize("tokens", [16, 17, 31, 32, 33, 40])
+@pytest.mark.parametrize("tokens", [32, 33, *(pytest.param(n, marks=rest) for n in (16, 17, 31, 40))])
 def test_tokens_and_acceptance_after_a_hit(tokens):
-    engine = make_engine()
+    engine = widest()
     one(engine, LONG)
     prompt = LONG[:tokens]
     again = one(engine, prompt)
@@ -56,6 +40,7 @@ def test_tokens_and_acceptance_after_a_hit(tokens):
     assert sum(told.accepted) > 0
 
 
+@rest
 @pytest.mark.parametrize(
     "params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"]
 )
@@ -68,14 +53,19 @@ def test_two_nextn_layers_go_on_from_cached_pages(params):
     assert (got.progress.cached_tokens, want.progress.cached_tokens) == (32, 0)
     assert (got.progress.output, accepted(got)) == (want.progress.output, accepted(want))
     assert sum(accepted(got)) > 0
-    np.testing.assert_allclose(chosen_logprobs(got), chosen_logprobs(want), atol=1e-5)
+    same_scores(got, want, TWO_LAYERS, weights)
 
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_pages_of_generated_tokens_are_found_too(depth):
-    """A conversation: the next prompt begins with this prompt and its answer, drafted or not."""
-    engine = make_engine()
-    first = one(engine, LONG[:20], replace(GREEDY, num_speculative_tokens=depth))
+    """A conversation: the next prompt begins with this prompt and its answer, drafted or not.
+
+    A step that can make no drafts defers the drafter's entries.
+    """
+    engine, params = widest(), replace(GREEDY, num_speculative_tokens=depth)
+    if depth == 0:
+        compile_steps(engine, LONG, params, 4)
+    first = serve(engine, [(LONG[:20], params)], compiled=True)[0]
     prompt = [*LONG[:20], *first.progress.output, 5, 9]
     second = one(engine, prompt, replace(GREEDY, max_tokens=8))
     told = reference().speculate(prompt, 8, 3)
@@ -89,8 +79,7 @@ def test_hits_are_the_same_with_and_without_speculation():
     jobs = [([*LONG[:n], 3, n], replace(GREEDY, max_tokens=9)) for n in (5, 16, 33, 40, 33, 16, 40)]
     hits = []
     for depth in (0, 1, 3):
-        engine = make_engine()
-        prepare(engine, [engine.make_request(*jobs[0])])
+        engine = widest()
         asked = [(prompt, replace(params, num_speculative_tokens=depth)) for prompt, params in jobs]
         requests = [serve(engine, [job], compiled=True)[0] for job in asked]
         hits.append([r.progress.cached_tokens for r in requests])
@@ -102,11 +91,10 @@ def test_hits_are_the_same_with_and_without_speculation():
 
 
 def test_salts_do_not_share():
-    engine = make_engine()
+    engine = widest()
     seen = []
     for salt in ("", "mine", "mine", ""):
         request = engine.make_request(LONG, GREEDY, cache_salt=salt)
-        engine.prepare([request])
         engine.submit(request)
         finish(engine)
         seen.append(request.progress.cached_tokens)
@@ -114,7 +102,7 @@ def test_salts_do_not_share():
 
 
 def test_flushing_forgets():
-    engine = make_engine()
+    engine = widest()
     one(engine, LONG)
     engine.flush_prefix_cache()
     assert engine.stats().pages_cached == 0
@@ -122,13 +110,10 @@ def test_flushing_forgets():
 
 
 def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
-    engine = make_engine()
-    one(engine, LONG)
-    request = one(engine, LONG, replace(GREEDY, prompt_logprobs=0))
+    engine, params = widest(), replace(GREEDY, prompt_logprobs=0)
+    _, request = (one(engine, LONG, p) for p in (GREEDY, params))
     assert request.progress.cached_tokens == 0
-    want = reference().logprobs(LONG)
-    got = [next(iter(p.values())).logprob for p in request.progress.prompt_logprobs[1:] if p]
-    np.testing.assert_allclose(got, [want[i, t] for i, t in enumerate(LONG[1:])], atol=1e-4)
+    scored_by(reference(), request)
 
 
 # Preemption
@@ -136,65 +121,61 @@ def test_prompt_logprobs_after_a_hit_are_those_of_the_whole_prompt():
 
 def crowd(params: SamplingParams, **config) -> tuple[Engine, list[Request]]:
     """Four requests that need four pages each when they end, and six pages."""
-    engine = make_engine(num_pages=6, **config)
-    prepare(engine, [engine.make_request([5], replace(params, num_speculative_tokens=None))])
+    engine = widest(num_pages=6, **config)
     return engine, serve(engine, [(p, params) for p in prompts(4, shortest=14)], compiled=True)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=rest)])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=rest), 3])
 def test_preempted_requests_end_as_if_nothing_had_happened(prefix_cache, depth):
     params = replace(GREEDY, max_tokens=30, num_speculative_tokens=depth)
     engine, requests = crowd(params, prefix_cache=prefix_cache)
     assert engine.stats().preemptions == sum(r.residence.preemptions for r in requests) > 0
     for r in requests:
-        assert r.progress.output == reference().speculate(r.prompt, 30).ids
-        want = reference().logprobs([*r.prompt, *r.progress.output])[len(r.prompt) - 1 : -1]
-        np.testing.assert_allclose(chosen_logprobs(r), want[np.arange(30), r.progress.output], atol=1e-4)
+        assert r.progress.output == text(r.prompt, 30)
+        scored_by(reference(), r)
     assert engine.stats().pages_used == 0
     if depth:
-        alone = [one(make_engine(), list(r.prompt), params) for r in requests]
+        alone = [one(widest(), list(r.prompt), params) for r in requests]
         assert [accepted(r) for r in requests] == [accepted(r) for r in alone]
         assert sum(sum(accepted(r)) for r in requests) > 0
 
 
 def test_preempted_prompts_are_scored_once():
-    engine, requests = crowd(replace(GREEDY, max_tokens=30, prompt_logprobs=0))
+    engine = widest(num_pages=6)
+    params = replace(GREEDY, max_tokens=30, prompt_logprobs=0)
+    requests = serve(engine, [(p, params) for p in prompts(4, shortest=14)], compiled=True)
     assert engine.stats().preemptions > 0
     assert sum(r.progress.speculation.accepted for r in requests) > len(requests)
     for r in requests:
-        want = reference().logprobs(r.prompt)
-        got = [next(iter(p.values())).logprob for p in r.progress.prompt_logprobs[1:] if p]
-        np.testing.assert_allclose(got, [want[i, t] for i, t in enumerate(r.prompt[1:])], atol=1e-4)
+        scored_by(reference(), r)
 
 
 @pytest.mark.slow
 def test_preemption_changes_no_sampled_token():
     params = replace(SAMPLED, max_tokens=30, presence_penalty=0.3, min_tokens=20)
     engine, requests = crowd(params)
-    calm = serve(make_engine(), [(r.prompt, params) for r in requests])
+    calm = serve(widest(), [(r.prompt, params) for r in requests], compiled=True)
     assert engine.stats().preemptions > 0
     assert [r.progress.output for r in requests] == [r.progress.output for r in calm]
     assert [accepted(r) for r in requests] == [accepted(r) for r in calm]
 
 
 def test_the_more_important_request_keeps_its_pages():
-    engine = make_engine(num_pages=6)
+    engine = widest(num_pages=6)
     params = replace(GREEDY, max_tokens=30)
     requests = [engine.make_request(p, params, priority=-i) for i, p in enumerate(prompts(4, shortest=14))]
-    engine.prepare(requests)
     for r in requests:
         engine.submit(r)
     finish(engine)
     assert requests[3].residence.preemptions == 0 < requests[2].residence.preemptions
-    assert all(r.progress.output == reference().speculate(r.prompt, 30).ids for r in requests)
+    assert all(r.progress.output == text(r.prompt, 30) for r in requests)
 
 
 def test_aborting_a_preempted_request():
-    engine = make_engine(num_pages=6)
+    engine = widest(num_pages=6)
     params = replace(GREEDY, max_tokens=30)
     requests = [engine.make_request(p, params) for p in prompts(4, shortest=14)]
-    engine.prepare(requests)
     for r in requests:
         engine.submit(r)
     while not (victims := [r for r in requests if r.residence.preemptions and not r.finished]):
@@ -204,5 +185,5 @@ def test_aborting_a_preempted_request():
     finish(engine)
     assert victim.progress.finish_reason == "abort"
     others = [r for r in requests if r is not victim]
-    assert all(r.progress.output == reference().speculate(r.prompt, 30).ids for r in others)
+    assert all(r.progress.output == text(r.prompt, 30) for r in others)
     assert engine.stats().pages_used == 0

@@ -9,7 +9,8 @@ from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.depth import DepthPolicy
 from mtp_jax.engine.engine import Engine
 from tests.engine.device import on_device
-from tests.models import GREEDY, accepted, make_engine, prompts, serve
+from tests.engine.plain import widest
+from tests.models import GREEDY, accepted, prompts, serve
 
 
 def arrays(engine: Engine) -> list[np.ndarray]:
@@ -20,8 +21,8 @@ def arrays(engine: Engine) -> list[np.ndarray]:
 
 
 def test_nothing_is_left_of_it():
-    engine = make_engine()
-    first, again = (serve(engine, [(p, GREEDY) for p in prompts(2)]) for _ in range(2))
+    engine, jobs = widest(), [(p, GREEDY) for p in prompts(2)]
+    first, again = (serve(engine, jobs, compiled=True) for _ in range(2))
     engine.flush_prefix_cache()
     before = arrays(engine)
     keys = [k for k in engine.runner.keys if isinstance(k, StepKey)]
@@ -30,7 +31,7 @@ def test_nothing_is_left_of_it():
     assert engine._warm == set(keys)
     for a, b in zip(before, arrays(engine), strict=True):
         np.testing.assert_array_equal(a, b)
-    third = serve(engine, [(p, GREEDY) for p in prompts(2)])
+    third = serve(engine, jobs, compiled=True)
     assert (
         [r.progress.output for r in third]
         == [r.progress.output for r in again]

@@ -17,7 +17,7 @@ from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
-from tests.engine.structured import CFG, EOS, engine_with, params, ready
+from tests.engine.structured import CFG, EOS, engine_with, lean, params
 from tests.models import Reference, accepted, make_engine, prompts, serve
 
 OPENS, CLOSES = 104, 105
@@ -35,7 +35,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def run(grammars: Grammars, options: SamplingParams, ids: Any = PROMPTS) -> list[Request]:
-    return serve(ready(grammars), [(p, options) for p in ids], compiled=True)
+    return serve(lean(grammars), [(p, options) for p in ids], compiled=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def free(grammars) -> list[Request]:
 
 def same_at_depth_0(grammars: Grammars, options: SamplingParams, ids: Any = PROMPTS) -> list[Request]:
     """Outputs at depth 3, which are those at depth 0, with drafts accepted."""
-    engine = ready(grammars)
+    engine = lean(grammars)
     deep = serve(engine, [(p, options) for p in ids], compiled=True)
     flat = serve(engine, [(p, replace(options, num_speculative_tokens=0)) for p in ids], compiled=True)
     assert not any(map(sum, map(accepted, flat)))
@@ -102,6 +102,7 @@ def test_a_grammar_goes_on_behind_a_bounded_thought(grammars):
         assert (r.progress.output[-1], r.progress.finish_reason) == (EOS, "stop")
 
 
+@pytest.mark.rest
 def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
     """Three tokens of the two likeliest each, where a pair and a token must not appear."""
     prompt = PROMPTS[0]
@@ -109,7 +110,7 @@ def test_sampled_tokens_have_the_distribution_of_depth_0(grammars, free):
     words = [grammars.backend.decode(pair), "~"]
     options = SamplingParams(temperature=2.0, top_k=2, max_tokens=3, ignore_eos=True, bad_words=words)
     jobs = [(prompt, replace(options, seed=i)) for i in range(300)]
-    requests = serve(ready(grammars), jobs, compiled=True)
+    requests = serve(lean(grammars), jobs, compiled=True)
     assert sum(sum(accepted(r)) for r in requests) > 150
     spelt, reference = [grammars.encode(w) for w in words], Reference(params(), CFG)
     law = {(): 1.0}

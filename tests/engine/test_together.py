@@ -8,7 +8,8 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
-from tests.models import GREEDY, accepted, make_engine, prompts, serve
+from tests.engine.plain import widest
+from tests.models import GREEDY, accepted, prompts, serve
 
 LONG, CHUNK, OTHERS = 52, 16, 3
 SAMPLED = replace(GREEDY, temperature=1.0, seed=3)
@@ -21,7 +22,6 @@ def along(engine: Engine, params: SamplingParams, long: list[int]) -> tuple[list
     """
     others = [engine.make_request(p, params) for p in prompts(OTHERS)]
     (late,) = [engine.make_request(long, replace(params, max_tokens=8))]
-    engine.prepare([*others, late])
     for r in others:
         engine.submit(r)
     while not all(r.progress.output for r in others):
@@ -53,11 +53,11 @@ def along(engine: Engine, params: SamplingParams, long: list[int]) -> tuple[list
 def test_every_request_emits_in_every_launch_while_a_long_prompt_is_read(params):
     params = replace(params, max_tokens=40)
     (long,) = prompts(1, shortest=LONG)
-    others, late, launches = along(make_engine(prefill_chunk=CHUNK), params, long)
+    others, late, launches = along(widest(prefill_chunk=CHUNK), params, long)
     assert launches == -(-LONG // CHUNK)
-    alone = make_engine(prefill_chunk=CHUNK)
+    alone = widest(prefill_chunk=CHUNK)
     for r in (*others, late):
-        (same,) = serve(alone, [(r.prompt, replace(params, max_tokens=r.max_tokens))])
+        (same,) = serve(alone, [(r.prompt, replace(params, max_tokens=r.max_tokens))], compiled=True)
         assert (r.progress.output, accepted(r)) == (same.progress.output, accepted(same))
     assert sum(r.progress.speculation.accepted for r in others) > launches * OTHERS / 2
 

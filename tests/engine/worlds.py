@@ -16,7 +16,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from statistics import mean, median
 from typing import Protocol
 
@@ -112,6 +112,12 @@ class World:
         return noise.tolist(), spells.tolist(), right.tolist()
 
 
+@lru_cache(maxsize=1)
+def _luck(world: World, seed: int) -> tuple[list[float], list[float], list[list[int]]]:
+    """``World.luck``, which all controllers meet one after the other."""
+    return world.luck(seed)
+
+
 @cache
 def keys_of(slots: int, chunk: int) -> list[Key]:
     """The programs of a bucket."""
@@ -123,7 +129,7 @@ class Run:
 
     def __init__(self, world: World, controller: Controller, seed: int) -> None:
         self.world, self.controller, self.rng = world, controller, random.Random(seed)
-        self.noise, self.spells, self.right = world.luck(seed)
+        self.noise, self.spells, self.right = _luck(world, seed)
         self.caps = [world.caps[slot % len(world.caps)] for slot in range(world.slots)]
         powers = {min(1 << i, world.slots) for i in range(world.slots.bit_length() + 1)}
         self.sizes = sorted(powers) if world.clients else [world.slots]
