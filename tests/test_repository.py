@@ -24,7 +24,7 @@ def files() -> list[Path]:
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError):
-        pytest.skip("needs a git checkout")
+        pytest.skip("needs git and a clone of the repository")
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
 
 

@@ -52,7 +52,7 @@ def test_nothing_unpickles():
                 assert node.value.value is False, path
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads /proc")
 def test_only_the_http_port_listens(server: Running):
     own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     listening = set()

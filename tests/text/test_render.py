@@ -134,7 +134,7 @@ def test_values_that_are_not_json_are_refused() -> None:
     assert ChatTemplate("a").render({}) == "a"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads /proc")
 def test_it_ends_with_who_started_it() -> None:
     """Who is killed cannot tidy up."""
     program = (

@@ -48,7 +48,7 @@ def helpers() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads /proc")
 @pytest.mark.parametrize("schema", [MEMORY_FOR_EVER, SLOW], ids=["memory", "time"])
 def test_what_takes_too_much_ends_and_keeps_nothing_and_nobody_out(schema, grammars):
     grammars.matcher(SMALL, [EOS])
