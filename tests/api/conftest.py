@@ -21,3 +21,5 @@ def _first_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return all_of_them(engine)[0], []
 
     monkeypatch.setattr(Engine, "warm_up_keys", first)
+    # Looking for garbage takes longer than the tests.
+    monkeypatch.setattr("mtp_jax.api.warm_up.return_free_memory", lambda: None)

@@ -32,15 +32,19 @@ ROOT = Path(__file__).parent.parent.parent
 SHORT = {"prompt": "abc", "max_tokens": 2}
 
 
-def trees(*packages: str) -> Iterator[tuple[str, ast.AST]]:
+def trees(*packages: str, having: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Files of packages, parsed. having: words of which one must be in a file."""
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path), ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if re.search(rf"\b({having})\b", text):
+                yield str(path), ast.parse(text)
 
 
 def test_nothing_unpickles():
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-    for path, tree in trees("serve", "mtp_jax", "kernels_pallas"):
+    words = "|".join([*banned, "allow_pickle", "eval", "exec", "__import__"])
+    for path, tree in trees("serve", "mtp_jax", "kernels_pallas", having=words):
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
@@ -154,7 +158,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_no_value_gets_past_the_schema_unchecked(kind, data):
     """Whatever a field holds, it is refused in words, or it is something the engine takes."""
