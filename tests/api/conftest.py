@@ -22,4 +22,5 @@ def _first_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Engine, "warm_up_keys", first)
     # Looking for garbage takes longer than the tests.
-    monkeypatch.setattr("mtp_jax.api.warm_up.return_free_memory", lambda: None)
+    for user in ("warm_up", "llm"):
+        monkeypatch.setattr(f"mtp_jax.api.{user}.return_free_memory", lambda: None)
