@@ -1,7 +1,7 @@
 """Layers of the code, lowest first: a module imports from its own package and from layers before its own."""
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +23,7 @@ LAYERS = (
 FLOORS = ("watch", "base", "bodies", "answers", "routes", "http", "cluster")
 
 
+@functools.cache
 def modules(package: str) -> dict[str, str]:
     """Dotted module name -> source of every file of a package; empty when the package does not exist."""
     found = {}
@@ -31,12 +32,15 @@ def modules(package: str) -> dict[str, str]:
     return found
 
 
-def imports(module: str, source: str) -> Iterator[str]:
+@functools.cache
+def imports(module: str, source: str) -> tuple[str, ...]:
     """Dotted names that a module imports anywhere in its text; `from a import b` gives "a.b"."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".")[: -node.level] if node.level else []
             base += [node.module] if node.module else []
-            yield from (".".join([*base, alias.name]) for alias in node.names)
+            found += [".".join([*base, alias.name]) for alias in node.names]
+    return tuple(found)

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from beartype import beartype
 from jaxtyping import config, install_import_hook
 
+from tests.layers import modules
+
 # The code that computes. Elsewhere functions take what users pass, and say themselves what is wrong with it.
-CHECKED = (
-    "kernels_pallas",
-    "mtp_jax.decode",
-    "mtp_jax.model",
-)
+CHECKED = ("kernels_pallas", "mtp_jax/decode", "mtp_jax/model")
 # The rooms of tests that trace all of it. The others trace the same functions for engines and servers.
 ROOMS = ("decode", "kernels", "model", "sharding", "train")
 
@@ -24,8 +22,11 @@ def check(function: Callable) -> Callable:
 
 
 def install() -> None:
-    """Check the modules imported from now on."""
-    install_import_hook(CHECKED, f"{__name__}.{check.__name__}")
+    """Check the modules imported from now on whose signatures have shapes."""
+    found = [
+        name for package in CHECKED for name, text in modules(package).items() if "from jaxtyping" in text
+    ]
+    install_import_hook(found, f"{__name__}.{check.__name__}")
 
 
 def check_in(room: str) -> None:

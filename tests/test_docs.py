@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 import mtp_jax
+from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.commands import cli
 from tests import tiny_tokenizer
 from tests.layers import FLOORS, LAYERS, ROOT
+from tests.models import TINY, tiny_params
 
 PACKAGE = Path(mtp_jax.__file__).parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,7 +50,9 @@ def test_a_token_goes_through_the_files_that_the_readme_names(visited, tmp_path,
     named = FILE.findall(section("README.md", "A token, from prompt to output"))
     assert len(set(named)) > 15
     assert not [name for name in named if not (PACKAGE / name).is_file()]
-    model = tiny_tokenizer.model(tmp_path / "model")
+    cfg = replace(TINY, num_hidden_layers=1, vocab_size=112)
+    save_checkpoint(tmp_path, cfg, tiny_params(cfg), "float32")
+    model = tiny_tokenizer.write(tmp_path, cfg.vocab_size)
     sizes = "--max-model-len 96 --page-size 16 --prefill-chunk 16 --max-num-seqs 1 --num-speculative-tokens 1"
     prompt = ["--prompt", "abc", "--max-tokens", "8", "--no-compile-cache", "--ignore-eos"]
     assert cli.main(["generate", str(model), *prompt, *sizes.split()]) == 0

@@ -18,7 +18,7 @@ def named(code: str) -> str:
     ).stdout.strip()
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinity is set on Linux alone")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux: sets affinities")
 def test_a_process_on_one_core_has_a_folder_of_its_own():
     assert named(NAME) == machine.program_folder()
     assert named(FEW + NAME) == machine.program_folder().rpartition("-")[0] + "-1"

@@ -21,3 +21,6 @@ def _first_programs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         return all_of_them(engine)[0], []
 
     monkeypatch.setattr(Engine, "warm_up_keys", first)
+    # Looking for garbage takes longer than the tests.
+    for user in ("warm_up", "llm"):
+        monkeypatch.setattr(f"mtp_jax.api.{user}.return_free_memory", lambda: None)

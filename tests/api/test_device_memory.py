@@ -12,6 +12,7 @@ import pytest
 from mtp_jax import LLM, AsyncLLM, CheckpointError, ConfigError, EngineStopped, RequestError, SamplingParams
 from mtp_jax.api.local import local_runner
 from mtp_jax.checkpoint.safetensors_file import open_file
+from mtp_jax.engine.engine import Engine
 from tests.checkpoint.files import edit_tensors
 from tests.golden import expected, model_dir
 from tests.models import slowed
@@ -24,9 +25,23 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = expected("rigged")["input_ids"].tolist()[:20]
 
 
+def opened(path: Path) -> LLM:
+    """An LLM that has the programs of a full batch, which cover all that these tests ask for."""
+    found = LLM(path, **SIZES)
+    found.warm_up([PROMPT] * 2, GREEDY)
+    found.engine.prepare = lambda *given, **named: None  # type: ignore[method-assign]
+    return found
+
+
 @pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM(RIGGED, **SIZES)
+def llm(shared_programs) -> LLM:
+    return opened(RIGGED)
+
+
+@pytest.fixture(autouse=True)
+def _no_further_programs(_first_programs_alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of the LLM, too, do with the programs that it has."""
+    monkeypatch.setattr(Engine, "warm_up_keys", lambda self: ([], []))
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +68,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(other: Path) -> dict[str, list[int]]:
     """Greedy tokens of either model, from engines that never saw the other."""
-    found = {name: tokens(LLM(path, **SIZES)) for name, path in (("rigged", RIGGED), ("other", other))}
+    found = {name: tokens(opened(path)) for name, path in (("rigged", RIGGED), ("other", other))}
     assert found["rigged"] != found["other"]
     return found
 
@@ -147,14 +162,6 @@ def test_unknown_tags_are_refused(llm, tags):
     with pytest.raises(ConfigError, match="expected a list of 'weights', 'draft', 'cache'"):
         llm.release_memory(tags)
     assert llm.released == ()
-
-
-def test_hidden_states_of_chosen_positions(llm):
-    everything = llm.score(PROMPT).hidden
-    np.testing.assert_allclose(llm.hidden_states(PROMPT), everything, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(llm.hidden_states(PROMPT, [3, -1]), llm.hidden_states(PROMPT)[[3, -1]])
-    with pytest.raises(RequestError, match=f"position 99 is outside of {len(PROMPT)} tokens"):
-        llm.hidden_states(PROMPT, [99])
 
 
 @pytest.mark.parametrize("updates", [6, pytest.param(100, marks=pytest.mark.slow)])

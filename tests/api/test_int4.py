@@ -11,7 +11,7 @@ from mtp_jax.checkpoint.safetensors_file import open_file
 from tests.checkpoint.int4_files import write_models
 from tests.models import Reference, prompts
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("shared_programs")]
 
 SIZES: dict[str, Any] = {
     "max_num_seqs": 1,

@@ -40,7 +40,7 @@ def test_without_ray_one_line_says_what_to_install(argv, monkeypatch, capsys):
     )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="needs an environment without Ray")
 def test_in_an_environment_without_ray():
     """The process, not only the function; and what is fit for machines without Ray imports none."""
     command = [sys.executable, "-m", "mtp_jax", "serve", "--ray"]
@@ -130,6 +130,6 @@ def test_who_wants_no_token_has_none(environment):
 
 
 def test_the_builder_needs_a_command_for_ray():
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]' -c constraints.txt")
     with pytest.raises(ConfigError, match="the command must have --ray"):
         ray_app.application({"command": f"serve {V3}"})

@@ -20,7 +20,7 @@ import pytest
 from tests import tiny_tokenizer
 from tests.cluster.processes import command, of_ray, wait_for
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]' -c constraints.txt")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SIZES = "--max-model-len 96 --page-size 16 --prefill-chunk 16 --max-num-seqs 2 --num-speculative-tokens 1"

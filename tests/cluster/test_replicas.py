@@ -15,7 +15,7 @@ from mtp_jax import EngineStopped
 from serve.base.settings import Settings
 from serve.http.in_process import Call, Head
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]' -c constraints.txt")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 EVENTS = [(b"content-type", b"text/event-stream"), (b"x-request-id", b"n")]

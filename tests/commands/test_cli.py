@@ -124,25 +124,28 @@ def test_json(run_weights, model):
     assert "24 tokens of 1 completions" in err
 
 
-def test_json_with_scores(run_weights, model):
-    options = ["--max-tokens", 24, "--logprobs", 2, "--prompt-logprobs", 1, "--json", "-q"]
-    _, out, _ = run_weights("generate", model, "--token-ids", IDS, *options, *SIZES)
+SCORES = ["--token-ids", IDS, "--max-tokens", 24, "--logprobs", 2, "--prompt-logprobs", 1, "-q", *SIZES]
+
+
+def test_json_with_scores(run, model):
+    _, out, _ = run("generate", model, "--json", *SCORES)
     result = json.loads(out)
-    assert [row[0]["token_id"] for row in result["outputs"][0]["logprobs"]] == GREEDY
+    tokens = result["outputs"][0]["token_ids"]
+    assert [row[0]["token_id"] for row in result["outputs"][0]["logprobs"]] == tokens
     assert all(2 <= len(row) <= 3 for row in result["outputs"][0]["logprobs"])
     assert result["outputs"][0]["logprobs"][0][0]["rank"] == 1
     assert result["prompt_logprobs"][0] is None
     assert [row[0]["token_id"] for row in result["prompt_logprobs"][1:]] == PROMPT[1:]
 
 
-def test_scores_are_printed(run_weights, model):
-    options = ["--max-tokens", 24, "--logprobs", 2, "--prompt-logprobs", 1, "-q"]
-    _, out, _ = run_weights("generate", model, "--token-ids", IDS, *options, *SIZES)
+def test_scores_are_printed(run, model):
+    _, out, _ = run("generate", model, *SCORES)
+    first = json.loads(run("generate", model, "--json", *SCORES)[1])["outputs"][0]["token_ids"][0]
     text, prompt, output = out.split("\nprompt:\n")[0], *out.split("\nprompt:\n")[1].split("\noutput:\n")
     assert len(text) >= 24
     assert len(prompt.splitlines()) == len(PROMPT) - 1
     assert len(output.splitlines()) == 24
-    assert f"rank 1      {GREEDY[0]} '" in output.splitlines()[0]
+    assert f"rank 1      {first} '" in output.splitlines()[0]
     assert "  |  " in output.splitlines()[0]
 
 

@@ -63,8 +63,12 @@ def example(name, option):
     return [flag, str(value)], value
 
 
+# Nothing here gives options by a file or the environment, which a parser would remember.
+PARSER = functools.cache(cli.make_parser)
+
+
 def parse(*argv):
-    return cli.make_parser().parse_args(["generate", "m", "-p", "x", *argv])
+    return PARSER().parse_args(["generate", "m", "-p", "x", *argv])
 
 
 @pytest.mark.parametrize(("name", "option"), flags(SamplingParams))
@@ -129,7 +133,7 @@ def test_depth_is_adaptive_unless_it_is_fixed(monkeypatch):
 @pytest.mark.parametrize(("name", "option"), [option for cls in OF_SERVERS for option in flags(cls)])
 def test_server_options(name, option):
     argv, value = example(name, option)
-    args = cli.make_parser().parse_args(["serve", *argv])
+    args = PARSER().parse_args(["serve", *argv])
     for cls in (c for c in OF_SERVERS if name in declared(c)):
         assert options.given(args, cls) == {name: value}
 

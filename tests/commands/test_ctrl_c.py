@@ -1,5 +1,6 @@
 """Ctrl-C while a command starts: it ends at once, and says nothing."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -67,14 +68,14 @@ entry()
     ("how", "module", "argv", "status"),
     [
         ("plainly", "mtp_jax.commands.cli", ["version"], KILLED),
-        ("plainly", "mtp_jax.commands.batch", ["version"], KILLED),
+        pytest.param("plainly", "mtp_jax.commands.batch", ["version"], KILLED, marks=pytest.mark.rest),
         ("plainly", "jax", ["info", V3], KILLED),
         ("in a collection", "jax", ["info", V3], KILLED),
         ("in a callback of C", "jax._src.core", ["info", V3], KILLED),
         ("with a handler", "jax", ["info", V3], 0),
-        ("afterwards", "jax", ["info", V3], cli.INTERRUPTED),
+        pytest.param("afterwards", "jax", ["info", V3], cli.INTERRUPTED, marks=pytest.mark.rest),
         ("in a later collection", "jax", ["info", V3], cli.INTERRUPTED),
-        ("never", "jax", ["info", V3], 0),
+        pytest.param("never", "jax", ["info", V3], 0, marks=pytest.mark.rest),
     ],
 )
 def test_ctrl_c_during_an_import_ends_the_process(how, module, argv, status):
@@ -102,18 +103,26 @@ sys.stdin.read()
 """
 
 
+COMMAND = [sys.executable, "-c", WAITS, "info", V3]
+
+
+@functools.cache
+def whole() -> float:
+    """Seconds that the whole command takes."""
+    began = time.monotonic()
+    subprocess.run(COMMAND, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=True)
+    return time.monotonic() - began
+
+
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "share", [0.4, 0.8, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.6))]
 )
 def test_ctrl_c_at_any_time_of_the_start(share):
     """As a share of what the whole command takes, nearly all of which is the import of jax."""
-    command = [sys.executable, "-c", WAITS, "info", V3]
-    began = time.monotonic()
-    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=True)
-    whole = time.monotonic() - began
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT) as process:
-        time.sleep(share * whole)
+    seconds, pipe = share * whole(), subprocess.PIPE
+    with subprocess.Popen(COMMAND, stdin=pipe, stdout=pipe, stderr=pipe, env=ENVIRONMENT) as process:
+        time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         try:
             assert process.wait(timeout=60) in (KILLED, cli.INTERRUPTED)

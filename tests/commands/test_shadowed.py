@@ -19,9 +19,22 @@ def run(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("name", ["serve.py", "serve/__init__.py"])
+SERVE, HELP, BATCH = ["serve"], ["serve", "--port", "1", "--help"], ["batch", "in.jsonl", "out.jsonl"]
+
+
 @pytest.mark.parametrize(
-    "argv", [["serve"], ["serve", "--port", "1", "--help"], ["batch", "in.jsonl", "out.jsonl"]]
+    ("argv", "name"),
+    [
+        (SERVE, "serve.py"),
+        (BATCH, "serve/__init__.py"),
+        *(
+            pytest.param(*case, marks=pytest.mark.rest)
+            for case in (
+                *((SERVE, "serve/__init__.py"), (BATCH, "serve.py")),
+                *((HELP, "serve.py"), (HELP, "serve/__init__.py")),
+            )
+        ),
+    ],
 )
 def test_the_server_says_who_hides_it(tmp_path, name, argv):
     own = tmp_path / name

@@ -64,8 +64,9 @@ def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_further_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that serve anything are enough."""
+    """Programs that serve anything are enough. Looking for garbage takes longer than these requests."""
     monkeypatch.setattr(WarmUp, "start", lambda self: None)
+    monkeypatch.setattr("mtp_jax.api.warm_up.return_free_memory", lambda: None)
 
 
 def free_port() -> int:

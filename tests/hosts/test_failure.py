@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,27 +12,30 @@ from typing import Any
 import pytest
 
 from mtp_jax.checkpoint import save_checkpoint
+from tests import rounding
 from tests.hosts.ranks import Rank, ranks
-from tests.models import TINY, rigged
+from tests.hosts.worker import LOOPED
+from tests.models import TINY, Reference, rigged
 
 _SECONDS = 15
 _START_SECONDS = 180  # with the imports of a busy computer
 STOPPED, FAILED = 70, 2
+SMALL = replace(TINY, num_hidden_layers=1).with_nextn(())
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    small = replace(TINY, num_hidden_layers=1).with_nextn(())
-    save_checkpoint(folder, small, rigged(small), "float32")
+    save_checkpoint(folder, SMALL, rigged(SMALL), "float32")
     return str(folder)
 
 
 @contextmanager
 def group(model: str, **more: Any) -> Iterator[list[Rank]]:
     """Two processes that complete prompts for ever."""
-    sizes = {"max_num_seqs": 2, "max_model_len": 60, "page_size": 64, "num_speculative_tokens": 0}
-    plan = {"mesh": [2, 2], "llm": {"model": model, "dtype": "float32", **sizes}, "loop": True}
+    sizes = {"max_num_seqs": 2, "max_model_len": 60, "page_size": 64, "prefill_chunk": 16}
+    options = {"model": model, "dtype": "float32", "num_speculative_tokens": 0, **sizes}
+    plan = {"mesh": [2, 2], "llm": options, "loop": True}
     plan["join_seconds"] = more.pop("join_seconds", 60)
     with ranks(
         ["-m", "tests.hosts.worker", "HOSTS", "RANK", "COORDINATOR", json.dumps(plan)], **more
@@ -48,8 +52,16 @@ def ended(found: list[Rank], *, status: int = STOPPED, seconds: float = _SECONDS
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed(model, victim):
+    """Until then the group says what one process says."""
+    reference = Reference(rigged(SMALL), SMALL, longest=48)
+    told = [reference.speculate(prompt, 40) for prompt in LOOPED]
+    largest = max(abs(reference.logits(p + t.ids)).max() for p, t in zip(LOOPED, told, strict=True))
+    assert min(t.margin for t in told) > rounding.error(rounding.of_model(SMALL, 48), largest)
     with group(model) as found:
         found[0].wait_for("looping")
+        said = re.search(r"^said (.*)$", found[0].text, re.MULTILINE)
+        assert said
+        assert json.loads(said[1]) == [t.ids for t in told]
         found[victim].process.kill()
         (text,) = ended([found[1 - victim]])
         assert f"rank {1 - victim} of 2 ends: rank {victim} is lost" in text

@@ -77,6 +77,7 @@ def check(
     assert all(accepted > 0 for _, accepted in found)
 
 
+@pytest.mark.rest  # make test holds a group to one process in test_failure.py
 def test_a_greedy_structured_request(tmp_path):
     """Then a draft, and the same again after the cache was given back. One layer, which has experts."""
     model = written(replace(TINY, num_hidden_layers=1, first_k_dense_replace=0), tmp_path / "model")

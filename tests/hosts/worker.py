@@ -17,6 +17,8 @@ from mtp_jax import LLM, Hosts, SamplingParams, StructuredOutput, follow, join, 
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.hosts.channel import Channel
 
+LOOPED = [[5, 9, 11, 7], [8, 3]]
+
 
 def params_of(given: dict[str, Any]) -> SamplingParams:
     """Sampling parameters, from JSON."""
@@ -84,9 +86,9 @@ def main(hosts: str, rank: str, coordinator: str, given: str) -> None:
             found += draft_and_again(llm, plan["draft"], plan["jobs"])
         if "out" in plan:
             Path(plan["out"]).write_text(json.dumps(found))
-        prompts = [[5, 9, 11, 7], [8, 3]]
         while plan.get("loop"):
-            llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+            outputs = llm.generate(LOOPED, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+            print("said", [o.outputs[0].token_ids for o in outputs])
             print("looping")
 
 

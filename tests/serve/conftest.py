@@ -117,6 +117,15 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{host}:{port}"
 
 
+@pytest.fixture(scope="package", autouse=True)
+def _no_search_for_garbage() -> Iterator[None]:
+    """Servers look for it when they start, which takes longer than the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("warm_up", "llm"):
+            patch.setattr(f"mtp_jax.api.{user}.return_free_memory", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rigged golden checkpoint with a tokenizer of one token per character."""
@@ -187,6 +196,7 @@ def fresh_model(model: Path, real: Running) -> LLM:
     """Another LLM of the model itself, with the programs of the real server."""
     other = modelled(model)
     local_runner(other.engine).programs = local_runner(real.allm.llm.engine).programs
+    other.engine.prepare = lambda *given, **named: None  # type: ignore[method-assign]  # they serve anything
     return other
 
 

@@ -22,6 +22,7 @@ from mtp_jax.bench import traffic
 from mtp_jax.bench.endpoint import Drafted, address
 from mtp_jax.commands import cli
 from mtp_jax.errors import ConfigError
+from tests.models import slowed
 from tests.serve.conftest import Running, start
 
 Bench = Callable[..., dict[str, Any]]
@@ -107,7 +108,8 @@ def test_this_server_is_measured_with_its_drafts(server: Running, bench: Bench):
     engine = server.allm.llm.engine
     before = engine.stats()
     sizes = ("--requests", 6, "--prompt-tokens", 4, "--max-tokens", 20, "--ignore-eos")
-    found = bench(server.url + "/v1/", "--rates", "inf,200", *sizes, "--arrivals", "fixed")
+    with slowed(engine):  # else a busy computer sends several steps in one chunk
+        found = bench(server.url + "/v1/", "--rates", "inf,200", *sizes, "--arrivals", "fixed")
     after = engine.stats()
     levels = found["figures"]["levels"]
     assert [level["rate"] for level in levels] == ["inf", 200.0]
@@ -115,8 +117,8 @@ def test_this_server_is_measured_with_its_drafts(server: Running, bench: Bench):
         latencies = level["latencies"]
         assert (level["answered"], level["failures"], level["counts"]) == (6, {}, "chunks")
         assert latencies["tokens"] == 6 * 20
-        # Tokens that a step accepted came in one chunk, and are told apart from it: all but the first ones.
-        assert latencies["itl"]["count"] == pytest.approx(6 * 19, abs=6 * 3)
+        # Tokens that a step accepted came in one chunk, and are told apart: all but the first chunk's.
+        assert level["drafts"]["rows"] < latencies["itl"]["count"] <= 6 * 19
         assert latencies["tpot"]["mean"] == pytest.approx(latencies["itl"]["mean"], rel=0.5)
         assert 0 < latencies["ttft"]["p50"] <= latencies["e2e"]["p50"]
         assert level["prompt_tokens"] == 6 * (4 * 6 - 1)  # one token per letter and space

@@ -25,7 +25,7 @@ def test_there_are_examples():
     assert len(PYTHON) >= 3
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
 @pytest.mark.parametrize("example", SHELL)
 def test_shell_examples(server: Running, example):
     answer = subprocess.run(

@@ -32,15 +32,19 @@ ROOT = Path(__file__).parent.parent.parent
 SHORT = {"prompt": "abc", "max_tokens": 2}
 
 
-def trees(*packages: str) -> Iterator[tuple[str, ast.AST]]:
+def trees(*packages: str, having: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Files of packages, parsed. having: words of which one must be in a file."""
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path), ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if re.search(rf"\b({having})\b", text):
+                yield str(path), ast.parse(text)
 
 
 def test_nothing_unpickles():
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-    for path, tree in trees("serve", "mtp_jax", "kernels_pallas"):
+    words = "|".join([*banned, "allow_pickle", "eval", "exec", "__import__"])
+    for path, tree in trees("serve", "mtp_jax", "kernels_pallas", having=words):
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
@@ -52,7 +56,7 @@ def test_nothing_unpickles():
                 assert node.value.value is False, path
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads /proc")
 def test_only_the_http_port_listens(server: Running):
     own = {link.readlink().name for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     listening = set()
@@ -154,7 +158,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_no_value_gets_past_the_schema_unchecked(kind, data):
     """Whatever a field holds, it is refused in words, or it is something the engine takes."""

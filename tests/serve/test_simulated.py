@@ -43,7 +43,7 @@ def asked(running: Running) -> Iterator[httpx2.Client]:
 def test_completions_are_the_languages_text_and_drafts_are_kept_as_often_as_the_rates_say(folder: Path):
     llm = LLM(folder, simulate=RATES, simulated_step=0.0, **SIZES)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    prompts = [[5 + i, 9, 11] for i in range(40)]
+    prompts = [[5 + i, 9, 11] for i in range(20)]
     outputs = llm.generate(prompts, params)
     language = llm.engine.runner.language  # type: ignore[attr-defined]
     kept, offered = [0, 0], [0, 0]
@@ -57,7 +57,8 @@ def test_completions_are_the_languages_text_and_drafts_are_kept_as_often_as_the_
         for k in (0, 1):
             kept[k] += sum(a > k for a in one.speculation.accepted_per_step)
             offered[k] += sum(a >= k for a in one.speculation.accepted_per_step)
-    assert [k / n for k, n in zip(kept, offered, strict=True)] == pytest.approx(RATES, abs=0.03)
+    for k, n, rate in zip(kept, offered, RATES, strict=True):
+        assert abs(k / n - rate) < 4 * (rate * (1 - rate) / n) ** 0.5, (k, n, rate)
 
 
 def test_every_answer_is_marked(asked: httpx2.Client):

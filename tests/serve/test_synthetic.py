@@ -12,8 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax import LLM
 from mtp_jax.commands import cli
+from mtp_jax.engine.engine import Engine
 from tests.serve.conftest import RIGGED, SIZES, Running, Variant, start
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 LENGTH, DEPTH = 2.6, 3
 PLAIN = {"prompt": "def f", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
@@ -56,7 +58,7 @@ def test_a_model_is_not_marked(client: httpx2.Client):
 
 
 @pytest.fixture(scope="module")
-def forced(model: Path) -> Iterator[Running]:
+def forced(model: Path, shared_programs: None) -> Iterator[Running]:
     """A server of the model itself."""
     options = {"synthetic_acceptance": LENGTH, "num_speculative_tokens": DEPTH, "compile_cache": None}
     records: list[str] = []
@@ -79,10 +81,11 @@ def counts(client: httpx2.Client) -> dict[str, float]:
     return {s.name + s.labels.get("position", ""): s.value for s in samples}
 
 
+@pytest.mark.rest
 def test_a_client_sees_the_length_in_the_metrics(forced: Running, tmp_path: Path, capsys):
     """Greedy and sampled, whole and streamed; and a benchmark of the server says what it measured."""
     with forced.client() as client:
-        for i in range(12):
+        for i in range(8):
             body = {**PLAIN, "max_tokens": 200, "temperature": i % 2, "seed": i, "stream": i % 3 == 0}
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
@@ -90,9 +93,10 @@ def test_a_client_sees_the_length_in_the_metrics(forced: Running, tmp_path: Path
         found, name = counts(client), "vllm:spec_decode_num_"
         rows = found[f"{name}drafts_total"]
         kept = [found.get(f"{name}accepted_tokens_per_pos_total{i}", 0) for i in range(DEPTH)]
-        assert rows > 800
+        assert rows > 500
         assert (kept[0], kept[2]) == (rows, 0)  # none but the two neighbouring lengths
-        assert 1 + sum(kept) / rows == pytest.approx(LENGTH, abs=0.06)
+        # A row's length is 2 or 3, which deviates by 1/2 at most.
+        assert 1 + sum(kept) / rows == pytest.approx(LENGTH, abs=4 * 0.5 / rows**0.5)
         wanted = {"response_format": {"type": "json_object"}, "ignore_eos": False}
         for wrong, named in (({"logprobs": 1}, "logprobs"), (wanted, "structured output")):
             refused = client.post("/v1/completions", json={**PLAIN, **wrong})
@@ -135,7 +139,11 @@ def test_a_wrong_law_is_refused_before_weights_are_read(given: str, told: str, t
     assert (out, err.count("error: ")) == ("", 1)
 
 
-def test_a_batch_is_marked_and_its_depth_is_fixed(model: Path, tmp_path: Path, capsys):
+@pytest.mark.rest
+def test_a_batch_is_marked_and_its_depth_is_fixed(
+    forced: Running, model: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Engine, "prepare", lambda *given, **named: None)  # it has the server's programs
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {**PLAIN, "model": "tiny"}}
     source.write_text(json.dumps(line) + "\n")

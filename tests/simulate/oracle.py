@@ -55,22 +55,27 @@ class Told:
             logits[token] -= p.presence_penalty + p.frequency_penalty * self.output.count(token)
         for token, bias in p.logit_bias.items():
             logits[token] += bias
-        allowed = set(range(self.language.vocab))
+        allowed = np.ones(self.language.vocab, bool)
         if p.allowed_token_ids is not None:
-            allowed &= {*p.allowed_token_ids}
+            allowed[:] = False
+            allowed[[*p.allowed_token_ids]] = True
         if len(self.output) < p.min_tokens:
-            allowed -= {*r.stops}
+            allowed[[*r.stops]] = False
         if matcher is not None:
             allowed &= self._fitting(matcher)
-        if not allowed:
+        if not allowed.any():
             return -1
-        return min(allowed, key=lambda t: (-round(logits[t], 4), t))
+        return int(np.where(allowed, logits.round(4), -np.inf).argmax())
 
-    def _fitting(self, matcher: object) -> set[int]:
+    def _fitting(self, matcher: object) -> np.ndarray:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)  # type: ignore[attr-defined]
-        found = {*np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()}
-        ends = {*self.language.ends}
-        return (found - ends) | ({*self.request.stops} if found & ends else set())
+        found = np.unpackbits(bits, count=self.language.vocab, bitorder="little").astype(bool)
+        ends = [*self.language.ends]
+        if found[ends].any():
+            found[[*self.request.stops]] = True
+        else:
+            found[ends] = False
+        return found
 
     def accepted(self) -> list[int]:
         """Of each step of the request, the drafts that must be kept of those that there were."""

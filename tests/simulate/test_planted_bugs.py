@@ -21,6 +21,8 @@ from tests.simulate.histories import HISTORIES, LAUNCHES, History
 
 Plant = Callable[[pytest.MonkeyPatch], object]
 BUGS: dict[str, Plant] = {}
+# Histories with all that the bugs concern come first, so that nearly all of the others need not run.
+SEEDS = [*dict.fromkeys([1, 4, 6, 7, *range(HISTORIES)])]
 
 
 def bug(plant: Plant) -> Plant:
@@ -220,7 +222,7 @@ def a_drafter_misses_the_tokens_of_prompts(patch):
 def test_a_planted_bug_is_found(name: str, grammars: Grammars, monkeypatch: pytest.MonkeyPatch):
     """Within the histories that the suite runs. Without the bug they find nothing (``test_histories.py``)."""
     BUGS[name](monkeypatch)
-    for seed in range(HISTORIES):
+    for seed in SEEDS:
         try:
             History(seed, grammars).run(LAUNCHES)
         except Exception as error:

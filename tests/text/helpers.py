@@ -1,5 +1,6 @@
 """Releases that come with an encoder instead of a chat template, and conversations with tools."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -46,3 +47,9 @@ def loaded(folder: Path) -> Tokenizer:
     found = Tokenizer.from_dir(folder)
     assert found is not None
     return found
+
+
+@functools.cache
+def demo() -> Tokenizer:
+    """The demo model's tokenizer, read once."""
+    return loaded(demo_model())

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, Grammars, Matcher, StructuredOutput, Window
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
+from tests.text.helpers import demo
 
 # 104 tokens: characters and some pairs of letters. The model's vocabulary is padded to 112.
 TOKENS, VOCAB, EOS, OTHER_EOS, STOP = 104, 112, 1, 97, 30
@@ -200,14 +200,12 @@ EXPLODING = "xxxabcabacbacbacbacabcbcb"
 
 
 @pytest.fixture
-def demo() -> tuple[Grammars, Tokenizer]:
-    tokenizer = Tokenizer.from_dir(demo_model())
-    assert tokenizer is not None
-    return Grammars(tokenizer.backend, tokenizer.vocab_size, [EOS]), tokenizer
+def of_demo() -> Grammars:
+    return Grammars(demo().backend, demo().vocab_size, [EOS])
 
 
-def test_an_output_that_exceeds_the_bounds_ends_no_other(demo):
-    grammars, tokenizer = demo
+def test_an_output_that_exceeds_the_bounds_ends_no_other(of_demo):
+    grammars, tokenizer = of_demo, demo()
     wrong, right = (grammars.matcher(TWO_WAYS, [EOS]) for _ in range(2))
     b, *_ = tokenizer.encode("b", add_special_tokens=False)
     expected = one(grammars, right, [b, b])
@@ -230,8 +228,8 @@ def test_an_output_that_exceeds_the_bounds_ends_no_other(demo):
     assert not new.alone
 
 
-def test_drafts_that_exceed_the_bounds_end_no_output(demo):
-    grammars, tokenizer = demo
+def test_drafts_that_exceed_the_bounds_end_no_output(of_demo):
+    grammars, tokenizer = of_demo, demo()
     matcher, fine = (grammars.matcher(TWO_WAYS, [EOS]) for _ in range(2))
     first = one(grammars, fine)[0]
     masks = one(grammars, matcher, tokenizer.encode(EXPLODING, add_special_tokens=False))

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.text import trial
 from mtp_jax.text.grammar import Grammars, StructuredOutput
-from mtp_jax.text.tokenizer import Tokenizer
+from tests.text.helpers import demo
 
 MEMORY_FOR_EVER: dict[str, Any] = {
     "type": "string",
@@ -29,9 +28,7 @@ EOS = 1
 
 @pytest.fixture
 def grammars() -> Grammars:
-    tokenizer = Tokenizer.from_dir(demo_model())
-    assert tokenizer is not None
-    return Grammars(tokenizer.backend, tokenizer.vocab_size, [EOS])
+    return Grammars(demo().backend, demo().vocab_size, [EOS])
 
 
 def resident() -> int:
@@ -51,7 +48,7 @@ def helpers() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: reads /proc")
 @pytest.mark.parametrize("schema", [MEMORY_FOR_EVER, SLOW], ids=["memory", "time"])
 def test_what_takes_too_much_ends_and_keeps_nothing_and_nobody_out(schema, grammars):
     grammars.matcher(SMALL, [EOS])

@@ -55,6 +55,7 @@ def test_an_answer_grows_with_marks_and_figures(opened: Opener, client: httpx2.C
 
 
 @browser_only
+@pytest.mark.rest
 @pytest.mark.usefixtures("slow_steps")
 def test_stop_regenerate_go_on_and_clear(opened: Opener, server: Running):
     page, engine = opened(), server.allm.llm.engine
@@ -88,6 +89,7 @@ def test_stop_regenerate_go_on_and_clear(opened: Opener, server: Running):
 
 
 @browser_only
+@pytest.mark.rest
 def test_what_a_model_writes_is_text_and_its_thoughts_fold(
     opened: Opener, problems: list[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -124,6 +126,7 @@ done"""
 
 
 @browser_only
+@pytest.mark.rest
 def test_fences_make_blocks_of_text_that_can_be_copied(opened: Opener):
     page = opened(permissions=["clipboard-read", "clipboard-write"])
     change_requests(page, structured_outputs={"choice": [CODE]})
@@ -164,6 +167,7 @@ LAYOUT = """async texts => {
 
 
 @browser_only
+@pytest.mark.rest
 def test_blocks_do_not_depend_on_where_the_text_was_cut(opened: Opener):
     """As CommonMark's section on fenced code blocks has them."""
     cases: list[tuple[str, list[list[Any]]]] = [
@@ -188,6 +192,7 @@ def test_blocks_do_not_depend_on_where_the_text_was_cut(opened: Opener):
 
 
 @browser_only
+@pytest.mark.rest
 def test_again_without_drafts_stands_beside_the_answer_with_its_seed(opened: Opener):
     page = opened(viewport={"width": 1200, "height": 700})
     change_requests(page, ignore_eos=True)

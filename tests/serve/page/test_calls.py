@@ -61,6 +61,7 @@ def test_a_call_grows_and_its_result_is_sent(opened: Opener, client: httpx2.Clie
 
 
 @browser_only
+@pytest.mark.rest
 def test_calls_without_results_are_not_told_again(opened: Opener):
     page = opened()
     page.get_by_label("Tool choice").select_option("some tool")
@@ -82,6 +83,7 @@ def test_calls_without_results_are_not_told_again(opened: Opener):
 
 
 @browser_only
+@pytest.mark.rest
 def test_a_choice_of_tools_follows_the_list(opened: Opener):
     page = opened()
     tools, choice = page.get_by_label("Tools that it may call"), page.get_by_label("Tool choice")

@@ -41,6 +41,7 @@ def test_a_conversation_is_kept_until_it_is_cleared(opened: Opener):
 
 
 @browser_only
+@pytest.mark.rest
 @pytest.mark.usefixtures("slow_steps")
 def test_an_answer_that_a_reload_cut_is_kept_as_far_as_it_came(opened: Opener):
     page = opened()
@@ -57,6 +58,7 @@ def test_an_answer_that_a_reload_cut_is_kept_as_far_as_it_came(opened: Opener):
 
 
 @browser_only
+@pytest.mark.rest
 def test_where_storage_is_full_or_holds_something_else_the_page_goes_on(opened: Opener):
     page = opened()
     script = """async () => {
@@ -73,6 +75,7 @@ def test_where_storage_is_full_or_holds_something_else_the_page_goes_on(opened: 
 
 
 @browser_only
+@pytest.mark.rest
 def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
     running = start(fresh, api_keys=("secret-key",))
     try:
@@ -100,6 +103,7 @@ def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
 
 
 @browser_only
+@pytest.mark.rest
 def test_without_storage_the_theme_changes_all_the_same(opened: Opener):
     page = opened(color_scheme="dark")
     refuse = "{ get() { throw new DOMException('blocked', 'SecurityError'); } }"

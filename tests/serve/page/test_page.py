@@ -46,6 +46,7 @@ def test_only_the_page_is_open_without_the_key(server: Running):
 
 
 @browser_only
+@pytest.mark.rest
 def test_options_are_sent_as_set(opened: Opener):
     page = opened()
     options = {"Top p": 0.9, "Top k": 20, "Min p": 0.05, "Seed": 7, "Depth": 2, "Temperature": 0.5}
@@ -70,6 +71,7 @@ def test_options_are_sent_as_set(opened: Opener):
 
 
 @browser_only
+@pytest.mark.rest
 def test_without_a_chat_template_it_completes_text(
     opened: Opener,
     server: Running,
@@ -98,6 +100,7 @@ def test_without_a_chat_template_it_completes_text(
 
 
 @browser_only
+@pytest.mark.rest
 def test_a_model_without_a_chat_template_completes_text_alone(opened: Opener, server: Running):
     page = opened()
     expect(page.locator("#model")).to_have_text("tiny")
@@ -111,6 +114,7 @@ def test_a_model_without_a_chat_template_completes_text_alone(opened: Opener, se
 
 
 @browser_only
+@pytest.mark.rest
 def test_an_enter_that_ends_a_composition_sends_nothing(opened: Opener):
     page = opened()
     prompt = page.get_by_role("textbox", name="Prompt")
@@ -122,6 +126,7 @@ def test_an_enter_that_ends_a_composition_sends_nothing(opened: Opener):
 
 
 @browser_only
+@pytest.mark.rest
 def test_dark_light_and_narrow(opened: Opener):
     page = opened(color_scheme="dark", viewport={"width": 360, "height": 640})
 

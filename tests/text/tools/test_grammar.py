@@ -1,5 +1,6 @@
 """Whatever a grammar of calls lets through is a call that its parser finds, with arguments that fit."""
 
+import functools
 import json
 import random
 from typing import Any
@@ -18,6 +19,11 @@ from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputTe
 from mtp_jax.text.tools.tool import Tool
 from tests.text.tools.families import backend, compiled, vocabulary
 from tests.text.tools.helpers import random_tool
+
+# How a vocabulary has the tags of a format: families.backend.
+AS_TOKENS = pytest.mark.parametrize(
+    "as_tokens", ["special", *(pytest.param(kind, marks=pytest.mark.rest) for kind in ("text", "tokens"))]
+)
 
 
 class Writer:
@@ -46,15 +52,18 @@ class Writer:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
+writer_of = functools.cache(Writer)
+
+
 def arguments(parts: list[Part], index: int) -> Any:
     return json.loads("".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == index))
 
 
-@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
+@AS_TOKENS
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_of_random_tools_fit_their_schemas(name, as_tokens):
     form, rng = FORMATS[name], random.Random(name)
-    writer = Writer(name, as_tokens)
+    writer = writer_of(name, as_tokens)
     keys = set()
     for seed in range(12):
         tools = [random_tool(rng, "one"), random_tool(rng, "two")]
@@ -74,11 +83,11 @@ def test_forced_calls_of_random_tools_fit_their_schemas(name, as_tokens):
     assert len(keys) >= 3
 
 
-@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
+@AS_TOKENS
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, as_tokens):
     form = FORMATS[name]
-    writer = Writer(name, as_tokens)
+    writer = writer_of(name, as_tokens)
     tool = Tool(
         "f",
         {"properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False},
@@ -94,11 +103,11 @@ def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, as_tokens):
     assert arguments(parts, 0) == {"n": 5}
 
 
-@pytest.mark.parametrize("as_tokens", ["text", "tokens", "special"])
+@AS_TOKENS
 @pytest.mark.parametrize("name", FORMATS)
 def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
     form, rng, width = FORMATS[name], random.Random(name), 4
-    writer = Writer(name, as_tokens)
+    writer = writer_of(name, as_tokens)
     tools, words = [random_tool(rng, "f"), random_tool(rng, "two")], -(-writer.size // 32)
     grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, True))
     ids = writer.tokenizer.encode(writer.write(grammar, 0), add_special_tokens=False).ids[:60]
@@ -118,7 +127,7 @@ def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_answer_without_a_call_fits_its_schema(name):
     form, tool = FORMATS[name], Tool("f", {"additionalProperties": False}, strict=True)
-    writer = Writer(name, "text")
+    writer = writer_of(name, "text")
     asked = Asked(False, False, answer={"const": [1]})
     grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), asked)
     assert json.loads(writer.write(grammar, 0, start="[")) == [1]
@@ -141,7 +150,7 @@ def test_an_answer_without_a_call_fits_its_schema(name):
     ],
 )
 def test_a_forced_call_has_the_argument_it_must_have_or_is_refused(name, key, says):
-    form, writer = FORMATS[name], Writer(name, "special")
+    form, writer = FORMATS[name], writer_of(name, "special")
     schema = {"properties": {key: {"const": "</s>"}}, "required": [key], "additionalProperties": False}
     if says:
         with pytest.raises(RequestError, match=says):

@@ -59,7 +59,10 @@ def test_a_call_between_texts(name):
     assert end == CallEnd(0)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",  # V4 has the form of V3.2 with a word of its own
+    [pytest.param(name, marks=pytest.mark.rest) if name == "deepseek_v4" else name for name in FORMATS],
+)
 def test_any_cut_of_whole_broken_and_truncated_calls_gives_the_same(name):
     rng = random.Random(name)
     for _ in range(300):

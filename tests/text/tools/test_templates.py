@@ -100,7 +100,7 @@ def cut(rng: random.Random, text: str) -> list[str]:
     return [text[a:b] for a, b in zip([0, *borders], [*borders, len(text)], strict=True)]
 
 
-@pytest.mark.parametrize("mode", ["auto", "forced", "strict"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.rest), "forced", "strict"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_what_a_template_writes_is_taken_and_read_back(name, mode):
     form, rng = FORMATS[name], random.Random(name + mode)
