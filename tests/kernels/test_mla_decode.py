@@ -106,8 +106,8 @@ def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match, fp8):
 
     def run(q, rows, table, length):
         rows = pack(rows, rank) if fp8 else rows
-        given = *jnp.split(q, [rank], axis=-1), rows, table, chain(length, 1)
-        return mla_decode(*given, scale=1.0, implementation="mosaic_gpu")
+        latent, rope = jnp.split(q, [rank], axis=-1)
+        return mla_decode(latent, rope, rows, table, chain(length, 1), scale=1.0, implementation="mosaic_gpu")
 
     numbers = [((1, 2), "int32"), ((1,), "int32")]
     with pytest.raises(ValueError, match=match):

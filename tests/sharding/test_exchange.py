@@ -68,7 +68,7 @@ def reference(skewed: bool) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _dense(layer: Moe, x: jax.Array) -> jax.Array:
-    return sum(xla(experts="dense").experts.moe(layer, TINY, x)[0])
+    return functools.reduce(jnp.add, xla(experts="dense").experts.moe(layer, TINY, x)[0])
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def program(data: int, model: int, exchange: Exchange) -> tuple[Moe, Callable[..
 
     def run(p: Moe, x: jax.Array, counts: jax.Array) -> tuple[jax.Array, Any]:
         y, routing = on.experts.moe(p, TINY, x, counts)
-        return sum(y), routing
+        return functools.reduce(jnp.add, y), routing
 
     return moe_of(on_mesh(tiny_params(), mesh)), jax.jit(run)
 

@@ -132,7 +132,7 @@ def test_micro_batches_are_one_batch(rng: np.random.Generator) -> None:
         own = jax.tree.map(np.array, params())
         state = step.TrainState(own, optimizer.init(cast(Any, own)))
         advance = step.make_step(recipe, stage, CONFIG, optimizer)
-        found.append(advance(state, tokens.reshape(stage.micro_batches, stage.batch, -1)))
+        found.append(advance(state, jnp.asarray(tokens.reshape(stage.micro_batches, stage.batch, -1))))
     whole, parts = found
     near(whole.aux.losses, parts.aux.losses, TERMS + CONFIG.vocab_size)
     near(whole.grad_norm, parts.grad_norm, 2 * (TERMS + CONFIG.vocab_size))  # forwards and back
@@ -153,6 +153,6 @@ def test_steps_of_muon_lower_the_loss() -> None:
     own: Any = params(cfg)
     state, losses = step.TrainState(own, jax.jit(optimizer.init)(own)), []
     for _ in range(2):
-        state, aux, _ = advance(state, TOKENS[None, :, : LENGTH + 1])
+        state, aux, _ = advance(state, jnp.asarray(TOKENS[None, :, : LENGTH + 1]))
         losses.append(float(aux.losses[0]))
     assert losses[1] < losses[0]
