@@ -73,6 +73,14 @@ def gqa(cfg: ModelConfig = TINY, kv_heads: int = 4, **changes: Any) -> ModelConf
     return replace(cfg, **no_mla, gqa=replace(given, **changes))
 
 
+# One layer, of the kind that compiles fastest, for programs that are about something else than the model.
+SMALL = gqa(
+    replace(TINY, vocab_size=128, num_hidden_layers=1, n_routed_experts=0, eos_token_ids=(1,)),
+    qk_norm=False,
+    bias=False,
+)
+
+
 def rigged(
     cfg: ModelConfig = TINY, seed: int = 1, *, noise: float = 0.6, loud: float = 1.5, contrast: float = 6.0
 ) -> Params:

@@ -5,15 +5,19 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import jax
+import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from mtp_jax import LLM, checkpoint
 from mtp_jax.bench import acceptance, bits
 from mtp_jax.commands import cli
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
-from tests import golden, tiny_tokenizer
+from tests import golden
+from tests.bench import small
+from tests.models import SMALL
+from tests.rounding import near, of_model
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -49,11 +53,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_model_is_read(
 
 @pytest.fixture
 def with_text(tmp_path):
-    """A small model with a tokenizer whose tokens are of one or two bytes."""
-    folder = tiny_tokenizer.model(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
-    return folder
+    return small.with_text(tmp_path / "model")
 
 
 def test_bits_per_byte_are_those_of_the_log_probabilities(with_text):
@@ -63,19 +63,18 @@ def test_bits_per_byte_are_those_of_the_log_probabilities(with_text):
     pieces = [[0, *range(2, vocab, step)][:9] for step in (1, 2)]
     found = bits.score(llm, llm.tokenizer, pieces)
     assert (found.context, found.tokens) == (9, 16)
-    expected = [
-        -sum(
-            float(jax.nn.log_softmax(llm.score(ids[:i]).logits[-1])[ids[i]]) / math.log(2)
-            for i in range(1, len(ids))
-        )
-        for ids in pieces
-    ]
-    assert found.bits == pytest.approx(expected, rel=1e-5)
+    logits = [np.asarray(llm.score(ids).logits, np.float64)[:-1] for ids in pieces]
+    chosen = [log_softmax(x, axis=-1)[range(8), ids[1:]] for x, ids in zip(logits, pieces, strict=True)]
+    expected = [-each.sum() / math.log(2) for each in chosen]
+    # Sums of eight log-probabilities, each as far from the right one as a logit.
+    largest = max(float(np.abs(x).max()) for x in logits)
+    near(found.bits, expected, of_model(SMALL, 9) + vocab, size=8 * largest / math.log(2))
     size = [len(llm.tokenizer.decode(ids[1:]).encode()) for ids in pieces]
     assert found.bytes == size
-    assert found.per_byte == pytest.approx(sum(expected) / sum(size), rel=1e-5)
+    assert found.per_byte == pytest.approx(sum(found.bits) / sum(size))
 
 
+@pytest.mark.rest
 def test_held_out_text_is_cut_in_pieces_of_whole_context(with_text):
     llm = LLM(with_text, num_speculative_tokens=0, max_num_seqs=1, compile_cache=None)
     found = bits.held_out(llm, 3)
@@ -89,6 +88,7 @@ def test_held_out_text_is_cut_in_pieces_of_whole_context(with_text):
         bits.held_out(llm, 0)
 
 
+@pytest.mark.rest
 def test_the_report_says_what_text_costs_and_which_completions_repeat(with_text, tmp_path, capsys):
     out = tmp_path / "out.json"
     sizes = "--depth 1 --prompts 1 --prompt-tokens 6 --max-tokens 24 --samples 0 --pieces 2"

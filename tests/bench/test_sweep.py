@@ -12,6 +12,7 @@ from mtp_jax.bench.subject import load as load_model
 from mtp_jax.commands import cli
 from mtp_jax.errors import CheckpointError
 from tests import golden
+from tests.bench import small
 from tests.checkpoint.files import drop_nextn, edit_tensors
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -21,12 +22,17 @@ SIZES += ["--compile-cache", "none", "--concurrency", "2"]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
+def model(tmp_path_factory) -> str:
+    return str(small.model(tmp_path_factory.mktemp("small") / "model"))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory, model):
     """Runs `mtp-jax bench`; gives (JSON, path of the figure)."""
 
     def run(name, *given):
         out = tmp_path_factory.mktemp("bench") / "out.json"
-        command = ["bench", name, "--model", str(golden.model_dir("rigged")), *SIZES, "--json", str(out)]
+        command = ["bench", name, "--model", model, *SIZES, "--json", str(out)]
         assert cli.main([*command, *given]) == 0
         return json.loads(out.read_text()), out.with_suffix(".png")
 
@@ -125,12 +131,12 @@ def test_a_sweep_keeps_and_shows_every_level_as_it_ends(bench, capsys, monkeypat
     assert "pending_levels" not in found
 
 
-def test_figures_of_another_command_are_kept(tmp_path, monkeypatch, capsys):
+def test_figures_of_another_command_are_kept(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mtp_jax.bench.plot.draw", lambda _, path, __: path.write_bytes(b"a figure"))
     monkeypatch.setattr("mtp_jax.commands.bench._sweep", lambda args: iter([Report("x", ("a",), [(1,)])]))
     folder = tmp_path / "build" / "bench"
-    command = ["bench", "sweep", "--model", str(golden.model_dir("rigged")), *SIZES]
+    command = ["bench", "sweep", "--model", model, *SIZES]
     for given in ([], [], ["--max-tokens", "8"]):
         assert cli.main([*command, *given]) == 0
     (folder / "sweep-model-3.json").write_text("not ours")
@@ -176,7 +182,7 @@ def test_forced_acceptance_is_as_asked_and_labelled_everywhere(bench, capsys, mo
     assert fixed["same_tokens"] is None
 
 
-def test_a_forced_depth_is_labelled_and_the_simulated_rates_become_shares(capsys, monkeypatch, tmp_path):
+def test_simulated_rates_become_shares(monkeypatch):
     """The last rate holds for all further drafts; depth 0 has no law."""
     asked = []
     monkeypatch.setattr("mtp_jax.bench.sweep.run", lambda *given: asked.append(given[-1]) or iter(()))
@@ -185,22 +191,14 @@ def test_a_forced_depth_is_labelled_and_the_simulated_rates_become_shares(capsys
     for given in ("--simulate-acceptance", "0.8,0.5"), ("--synthetic-acceptance", "glm-5.2"):
         assert cli.main(["bench", "sweep", *given]) == 0
     assert asked == [pytest.approx((0.8, 0.4, 0.2)), "glm-5.2"]
-    monkeypatch.undo()
+
+
+@pytest.mark.rest
+def test_a_forced_depth_is_labelled(model, capsys, tmp_path):
     out = tmp_path / "out.json"
-    sizes = [
-        "--depths",
-        "1",
-        "--prompts",
-        "1",
-        "--prompt-tokens",
-        "6",
-        "--max-tokens",
-        "8",
-        "--temperature",
-        "0",
-    ]
-    command = ["bench", "depth", "--model", str(golden.model_dir("rigged")), *sizes, "--json", str(out)]
-    assert cli.main([*command, "--compile-cache", "none", "--synthetic-acceptance", "1"]) == 0
+    sizes = "--depths 1 --prompts 1 --prompt-tokens 6 --max-tokens 8 --temperature 0 --compile-cache none"
+    command = ["bench", "depth", "--model", model, *sizes.split(), "--json", str(out)]
+    assert cli.main([*command, "--synthetic-acceptance", "1"]) == 0
     found = json.loads(out.read_text())
     assert found["title"].startswith("SYNTHETIC - Decode speed")
     assert found["figures"]["synthetic_acceptance"].startswith("at depth 1 SYNTHETIC acceptance: length 1 (")
@@ -217,8 +215,7 @@ def test_a_label_keeps_what_it_labels():
     assert labelled.figures == {"synthetic_acceptance": "by law", "levels": []}
 
 
-def test_refusals(capsys):
-    model = str(golden.model_dir("rigged"))
+def test_refusals(model, capsys):
     for given, message in (
         (["--modes", "sometimes"], "--modes sometimes; expected some of off,control,fixed,adaptive"),
         (["--concurrency", "0"], "are 1 or more"),

@@ -256,6 +256,7 @@ def drawn(monkeypatch) -> list[Figure]:
     return figures
 
 
+@pytest.mark.rest
 def test_bench_depth_measures_greedy_and_sampled_speed(checkpoint, tmp_path, capsys, drawn):
     sizes = ("--prompts", "2", "--prompt-tokens", "8", "--max-tokens", "24")
     content = run_bench(tmp_path, "depth", "--model", str(checkpoint[0]), "--depths", "0,2", *sizes)

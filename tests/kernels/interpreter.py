@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
@@ -13,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.checking.case import Case
+from tests.rounding import roundoff
 
 needs_fences = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="Pallas interprets fences from jax 0.11 on"
@@ -33,9 +35,14 @@ def distance(got: Any, expected: Any) -> float:
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
+def rounded(times: float, dtype: Any = jnp.bfloat16) -> float:
+    """The ``distance`` that so many roundings explain: of even errors, of at most u times a number each."""
+    return float(np.sqrt(times / 3)) * roundoff(dtype)
+
+
 def interpret(case: Case, seed: int = 0) -> Run:
     """Memory starts as NaN there, so that an output nobody writes is noticed."""
-    inputs = case.inputs(jax.random.key(seed))
+    inputs = jax.jit(case.inputs)(jax.random.key(seed))
     interpreter.reset_gpu_interpret_mode_state()
     try:
         out = case.kernel(*inputs, interpret=InterpretGPUParams(detect_races=True))

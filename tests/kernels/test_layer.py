@@ -25,6 +25,9 @@ GLM_FLASH: dict[str, Any] = {
 }  # fmt: skip
 
 
+FORMS = ["absorbed", pytest.param("naive", marks=pytest.mark.rest)]
+
+
 def calls(kind: str, built: Callable[[], tuple[Any, tuple[Any, ...]]]) -> int:
     """Kernels that a function calls which is built and lowered for a GPU of this kind."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
@@ -41,14 +44,14 @@ def kernels_in(
     return calls(kind, lambda: layers_of(make_mesh(1, 1), 1, backend(wanted), form, load))
 
 
-@pytest.mark.parametrize("form", ["absorbed", "naive"])
+@pytest.mark.parametrize("form", FORMS)
 def test_kernels_are_chosen_on_hopper(form: Form):
     # Linear layers q_a, q_b, kv_a and o; attention; the choice of experts and the layout of their rows; two
     # products of the experts and two of the shared expert; three norms and the heads' results, quantised.
     assert kernels_in("NVIDIA H200", form=form) == 4 + 1 + 2 + 2 + 2 + 4
 
 
-@pytest.mark.parametrize("form", ["absorbed", "naive"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_layer_of_glm_flash_is_refused_no_kernel(form: Form):
     cfg = replace(v3(2), **GLM_FLASH)
     mesh, on, load = make_mesh(1, 1), mosaic_gpu(strict=True), Load(8, 1024)
@@ -57,11 +60,13 @@ def test_a_layer_of_glm_flash_is_refused_no_kernel(form: Form):
     assert calls("NVIDIA H200", built) == {"absorbed": 2, "naive": 1}[form] + 2 + 2
 
 
+@pytest.mark.rest
 def test_few_tokens_have_kernels_of_their_own():
     """The router lays out rows, parts of slots' rows are merged, one kernel rotates and absorbs queries."""
     assert kernels_in("NVIDIA H200", load=LOADS["slots1_"]) == 4 + 2 + 1 + 2 + 2 + 4 + 1
 
 
+@pytest.mark.rest
 def test_rows_that_tokens_chose_are_attended_to_by_a_kernel():
     """With an indexer XLA norms and rotates before attention, and gathers the rows."""
     # q_a, q_b, the index queries and keys, kv_a and o; scores, choice, attention to two parts of the rows and

@@ -13,7 +13,15 @@ from kernels_pallas.mla_decode.cases import PAGE, RANK, SCALE, Shape, case, inpu
 from kernels_pallas.mla_decode.fp8_rows import pack, unpack
 from kernels_pallas.mla_decode.merging import merge
 from kernels_pallas.visible import chain
-from tests.kernels.interpreter import InterpretGPUParams, distance, interpret, needs_fences, notices, without
+from tests.kernels.interpreter import (
+    InterpretGPUParams,
+    distance,
+    interpret,
+    needs_fences,
+    notices,
+    rounded,
+    without,
+)
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
 RUN = partial(mla_decode, scale=SCALE, implementation="xla")
@@ -51,10 +59,11 @@ def test_reference_equals_float64(kind):
         return RUN(*inputs), xla(*inputs, scale=SCALE), mask
 
     reference, baseline, mask = run(q, q_rope, pages, page_table, visible)
-    rows = unpack(pages, RANK).astype(jnp.bfloat16) if kind == "fp8" else pages
-    expected, some = exact(q, q_rope, rows, page_table, mask), np.asarray(mask.any(-1))
-    assert distance(reference, expected) < 3e-3
-    assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 5e-3
+    rows = jax.jit(lambda x: unpack(x, RANK).astype(jnp.bfloat16))(pages) if kind == "fp8" else pages
+    expected, some = exact(q, q_rope, rows, page_table, mask), np.asarray(mask).any(-1)
+    assert distance(reference, expected) < rounded(1)
+    # Of probabilities and of the result.
+    assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < rounded(2)
     assert not np.asarray(reference, np.float64)[~some].any()
 
 
@@ -94,11 +103,15 @@ def test_splits_fill_the_gpu_and_leave_each_some_pages(blocks, columns):
 )
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match, fp8):
-    rows = pack(jnp.zeros(*pages), rank) if fp8 else jnp.zeros(*pages)
-    latent, rope = jnp.split(jnp.zeros(*q), [rank], axis=-1)
-    table, visible = jnp.zeros((1, 2), jnp.int32), chain(jnp.array([3]), 1)
+
+    def run(q, rows, table, length):
+        rows = pack(rows, rank) if fp8 else rows
+        latent, rope = jnp.split(q, [rank], axis=-1)
+        return mla_decode(latent, rope, rows, table, chain(length, 1), scale=1.0, implementation="mosaic_gpu")
+
+    numbers = [((1, 2), "int32"), ((1,), "int32")]
     with pytest.raises(ValueError, match=match):
-        mla_decode(latent, rope, rows, table, visible, scale=1.0, implementation="mosaic_gpu")
+        jax.eval_shape(run, *(jax.ShapeDtypeStruct(*a) for a in (q, pages, *numbers)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The low ranks' norms, the key's rotation and the cache write: oracles, and what the interpreter finds."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from kernels_pallas.checking.registry import cases
 from kernels_pallas.mla_low_rank.api import check, mla_low_rank
 from kernels_pallas.mla_low_rank.cases import Shape, case, inputs
 from kernels_pallas.mla_low_rank.mosaic_gpu import PAIRS, RANK
-from tests.kernels.interpreter import distance, interpret, needs_fences
+from tests.kernels.interpreter import distance, interpret, needs_fences, rounded
 
 SMALL = {case.name: case for case in cases("mla_low_rank/") if case.small}
 EDGES = Shape(3, (0, 6, -1, 15), q_rank=512, page=8, columns=2)
@@ -46,11 +47,17 @@ def exact(q, kv, q_norm, kv_norm, angles, pages, page_table, positions, *, eps, 
     "shape", [EDGES, replace(EDGES, q_parts=2, kv_parts=3), replace(EDGES, written=False)]
 )
 def test_reference_equals_float64(shape, interleaved):
-    given = inputs(shape, jax.random.key(1))
-    low, out = mla_low_rank(*given, eps=0.1, interleaved=interleaved, implementation="xla")
+    given = jax.jit(partial(inputs, shape))(jax.random.key(1))
+
+    @jax.jit
+    def run(*given):
+        low, out = mla_low_rank(*given, eps=0.1, interleaved=interleaved, implementation="xla")
+        return low.expand(), out
+
+    low, out = run(*given)
     want_low, want = exact(*given, eps=0.1, interleaved=interleaved)
-    assert distance(low.expand(), want_low) < 0.03
-    assert distance(out, want) < 5e-3
+    assert distance(low, want_low) < rounded(1, jnp.float8_e4m3fn)
+    assert distance(out, want) < rounded(2)  # in the norm and in the cache
     if shape.written:
         changed = (np.asarray(out, np.float64) != np.asarray(given[5], np.float64)).any(-1)
         # Of the slots' tokens: three, three, none of an idle slot, and one before its pages end.
@@ -68,11 +75,11 @@ def test_reference_equals_float64(shape, interleaved):
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(what, change, match):
-    q, kv, _, kv_norm, _, pages, *_ = inputs(EDGES, jax.random.key(0))
+    q, kv, _, kv_norm, _, pages, *_ = jax.eval_shape(partial(inputs, EDGES), jax.random.key(0))
     given = {"q": q, "kv": kv, "kv_norm": kv_norm, "pages": pages}
     check(**given)
     with pytest.raises(ValueError, match=match):
-        check(**given | {what: change(given[what])})
+        check(**given | {what: jax.eval_shape(change, given[what])})
 
 
 @needs_fences

@@ -14,7 +14,8 @@ from kernels_pallas.mla_prefill.bench import xla
 from kernels_pallas.mla_prefill.cases import DEEPSEEK, GLM, Shape, case, counted, expanded, latent, shapes
 from kernels_pallas.mla_prefill.sizes import ROPE, Sizes, key_widths, value_widths
 from kernels_pallas.visible import chain
-from tests.kernels.interpreter import distance, interpret, needs_fences, notices, without
+from tests.kernels.interpreter import distance, interpret, needs_fences, notices, rounded, without
+from tests.rounding import near
 
 SMALL = [name for name in shapes() if name.startswith("small-")]
 
@@ -47,12 +48,16 @@ def test_reference_equals_float64(sizes):
 
     (out, lse), baseline, seen = run(q, k, k_rope, v, visible)
     seen = np.asarray(seen)
-    some = seen.any(-1)
+    some = np.asarray(seen.any(-1))
     expected, expected_lse = exact(q, k, k_rope, v, seen, shape.scale)
-    assert distance(out, expected) < 3e-3
+    assert distance(out, expected) < rounded(1)  # the output
     assert not np.asarray(out, np.float64)[~some].any()
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
-    assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < 1e-2
+    some_lse = np.moveaxis(some, 1, -1)[:, None] & np.ones((1, lse.shape[1], 1), bool)
+    assert (np.asarray(lse)[~some_lse] <= -1e30).all()
+    # Terms of a score, and of the sum of their exponentials.
+    near(np.asarray(lse)[some_lse], expected_lse[some_lse], q.shape[-1] + shape.rows)
+    # Of probabilities and of the output.
+    assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < rounded(2)
 
 
 def test_blocks_of_history_merge_to_the_whole():
@@ -64,12 +69,12 @@ def test_blocks_of_history_merge_to_the_whole():
         return [counted(partial(by_xla, block=n), *inputs)[0] for n in (512, 128)]
 
     whole, blocks = run(*jax.jit(partial(latent, shape))(jax.random.key(2)))
-    assert distance(blocks, whole) < 5e-3
+    assert distance(blocks, whole) < rounded(3)  # both outputs, and that of a block
 
 
 def test_merging_with_nothing_changes_nothing():
-    out, lse = jnp.ones((1, 2, 1, 4)), jnp.array([[[3.0, -1e30]]])
-    merged, total = merge((out, lse), (jnp.zeros_like(out), jnp.full_like(lse, -1e30)))
+    out, lse = np.ones((1, 2, 1, 4), np.float32), np.array([[[3.0, -1e30]]], np.float32)
+    merged, total = jax.jit(merge)((out, lse), (np.zeros_like(out), np.full_like(lse, -1e30)))
     assert merged[0, 0].tolist() == out[0, 0].tolist()
     assert total[0, 0, 0] == 3
     assert np.isfinite(merged).all()
@@ -90,9 +95,13 @@ def test_merging_with_nothing_changes_nothing():
 )
 def test_what_the_kernel_cannot_do_is_refused(q, k, k_rope, v, dtype, match):
     shapes = (1, 4, 2, q), (1, 8, 2, k), (1, 8, k_rope), (1, 8, 2, v)
-    inputs: Any = *(jnp.zeros(shape, dtype) for shape in shapes), chain(jnp.array([0]), 4)
+
+    def run(length, q, k, k_rope, v):
+        return attend(q, k, k_rope, v, chain(length, 4), scale=0.1, implementation="mosaic_gpu")
+
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     with pytest.raises(ValueError, match=match):
-        partial(attend, scale=0.1, implementation="mosaic_gpu")(*inputs)
+        jax.eval_shape(run, jax.ShapeDtypeStruct((1,), "int32"), *given)
 
 
 @pytest.mark.parametrize("key", key_widths())

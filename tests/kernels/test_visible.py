@@ -1,5 +1,8 @@
 """What a token sees, said compactly, is what a dense mask says; and what both attention kernels are told."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,8 +20,47 @@ WIDTHS = 1, 5, MAX_AHEAD + 1
 SLOTS = 3
 
 
-def array(values) -> jnp.ndarray:
-    return jnp.asarray(values, jnp.int32)
+def array(values) -> jax.Array:
+    return jnp.asarray(np.asarray(values, np.int32))
+
+
+def jitted(*static: int):
+    """Compile a function once for each of the few widths and sizes."""
+    return partial(jax.jit, static_argnums=static)
+
+
+@jax.jit
+def as_chain(starts, counts, first) -> Window:
+    return chain(starts, counts, first)
+
+
+@jitted(1, 2)
+def blocks_of(window, width, size):
+    """What a window shows of all rows, and of a block of rows at a time; the end of its rows."""
+    starts = range(0, ROWS, size)
+    return (
+        window.mask(width, ROWS),
+        window.seen(ROWS),
+        jnp.concatenate([window.mask(width, size, start) for start in starts], axis=2),
+        jnp.concatenate([window.seen(size, start) for start in starts], axis=1),
+        window.end(),
+    )
+
+
+@jitted(1)
+def told_to_decode(window, width):
+    bits = window.bits(width, ROWS)
+    return bits.first, bits.length, bits.end(), bits.seen_ahead(), bits.ancestors
+
+
+@jitted(1)
+def told_to_prefill(window, start):
+    return mla_prefill.bounds(window.shifted(start), ROWS - start)
+
+
+@jitted(0, 1)
+def seen_by_draft(step, layers, lengths, active):
+    return draft_module.seen_by_draft(step, layers, lengths, active).mask(1, ROWS)
 
 
 def dense(starts, counts, first, parents) -> np.ndarray:
@@ -53,10 +95,11 @@ def windows(draw, chains: bool | None = None):
     first = draw(st.integers(0, 5))
     if is_chain:
         parents = list(range(-1, width - 1))
-        return chain(array(starts), array(counts), first), dense(starts, counts, first, parents), width
+        window = as_chain(array(starts), array(counts), np.int32(first))
+        return window, dense(starts, counts, first, parents), width
     parents = [-1, *(draw(st.integers(0, node - 1)) for node in range(1, width))]
-    bits = jnp.tile(array(bits_of(parents)), (SLOTS, 1))
-    whole = Window(array([first] * SLOTS), array(starts) + 1, array(counts), bits)
+    bits = array([bits_of(parents)] * SLOTS)
+    whole = Window(array([first] * SLOTS), array([s + 1 for s in starts]), array(counts), bits)
     return whole, dense(starts, counts, first, parents), width
 
 
@@ -65,14 +108,12 @@ def windows(draw, chains: bool | None = None):
 def test_windows_are_their_dense_masks(drawn, size):
     """Whole, and a block of rows at a time."""
     window, mask, width = drawn
-    np.testing.assert_array_equal(window.mask(width, ROWS), mask)
-    np.testing.assert_array_equal(window.seen(ROWS), mask.any(axis=1))
-    blocks = [window.mask(width, size, start) for start in range(0, ROWS, size)]
-    np.testing.assert_array_equal(np.concatenate(blocks, axis=2)[..., :ROWS], mask)
-    seen = [window.seen(size, start) for start in range(0, ROWS, size)]
-    np.testing.assert_array_equal(np.concatenate(seen, axis=1)[:, :ROWS], mask.any(axis=1))
+    whole, any_whole, blocks, any_blocks, end = (np.asarray(x) for x in blocks_of(window, width, size))
+    np.testing.assert_array_equal(whole, mask)
+    np.testing.assert_array_equal(any_whole, mask.any(axis=1))
+    np.testing.assert_array_equal(blocks[..., :ROWS], mask)
+    np.testing.assert_array_equal(any_blocks[:, :ROWS], mask.any(axis=1))
     last = np.where(mask.any(axis=1), np.arange(1, ROWS + 1), 0).max(axis=1)
-    end = np.asarray(window.end())
     assert (np.minimum(end, ROWS)[last > 0] == last[last > 0]).all()
     assert (end[np.asarray(window.count) == 0] == 0).all()
 
@@ -82,10 +123,7 @@ def test_windows_are_their_dense_masks(drawn, size):
 def test_the_decode_kernel_is_told_the_same(drawn):
     """Four numbers for a slot and bits for a token. Padding sees what all see, which harms nothing."""
     window, mask, width = drawn
-    told = window.bits(width, ROWS)
-    first, length, end, seen = (
-        np.asarray(x) for x in (told.first, told.length, told.end(), told.seen_ahead())
-    )
+    first, length, end, seen, ancestors = (np.asarray(x) for x in told_to_decode(window, width))
     row = np.arange(ROWS)
 
     def by(bits: np.ndarray) -> np.ndarray:
@@ -94,7 +132,7 @@ def test_the_decode_kernel_is_told_the_same(drawn):
         return (row >= first.reshape(-1, *(1,) * (bits.ndim - 1))) & ((ahead < 0) | (bit == 1))
 
     counts = np.arange(width) < np.asarray(window.count)[:, None]
-    np.testing.assert_array_equal(by(np.asarray(told.ancestors)[..., None])[counts], mask[counts])
+    np.testing.assert_array_equal(by(ancestors[..., None])[counts], mask[counts])
     np.testing.assert_array_equal(by(seen[:, None]), mask.any(axis=1))
     some = mask.any(axis=(1, 2))
     assert (end[some] == np.where(mask.any(axis=1), row + 1, 0).max(axis=1)[some]).all()
@@ -108,7 +146,7 @@ def test_the_prefill_kernel_is_told_the_same(drawn, start):
     """Of the whole cache, and of a block of its rows."""
     window, mask, width = drawn
     rows = ROWS - start
-    count, begin, diagonal, end = np.asarray(mla_prefill.bounds(window.shifted(start), rows))[..., None, None]
+    count, begin, diagonal, end = np.asarray(told_to_prefill(window, start))[..., None, None]
     row, query = np.arange(rows), np.arange(width)[:, None]
     seen = (row >= begin) & (row <= diagonal + query) & (row < end) & (query < count)
     np.testing.assert_array_equal(seen, mask[..., start:])
@@ -122,7 +160,7 @@ def test_drafts_see_the_rows_of_their_own_layer(layers, step):
     Rows 0 to the layer's number never exist.
     """
     lengths, active, layer = [1, 7, 40], [True, True, False], step % layers
-    got = draft_module.seen_by_draft(step, layers, array(lengths), jnp.asarray(active)).mask(1, ROWS)
+    got = np.asarray(seen_by_draft(step, layers, array(lengths), np.array(active)))
     for slot, (length, runs) in enumerate(zip(lengths, active, strict=True)):
         known = range(layer + 1, length + 1)
         before, own = range(1, min(layer, step) + 1), range(layer or layers, step + 1, layers)
@@ -132,7 +170,7 @@ def test_drafts_see_the_rows_of_their_own_layer(layers, step):
 
 def test_known_tokens_see_the_rows_of_a_layer_up_to_their_own():
     positions = array([[4, 5, 6], [0, 1, -1], [-1, -1, -1]])
-    got = draft_module.seen(1, positions).mask(3, 8)
+    got = jax.jit(lambda positions: draft_module.seen(1, positions).mask(3, 8))(positions)
     for slot, row in np.ndindex(3, 3):
         want = list(range(2, int(positions[slot, row]) + 1))
         assert np.flatnonzero(got[slot, row]).tolist() == want
