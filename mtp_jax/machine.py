@@ -39,6 +39,17 @@ def processor_features() -> frozenset[str]:
     return frozenset(next(found, platform.processor()).split())
 
 
+def converts_float16() -> bool:
+    """Whether programs for this processor may convert float16: XLA has instructions for it or none at all.
+
+    On x86 the instructions are F16C, and ``--xla_cpu_max_isa=SSE4_2`` in XLA_FLAGS forbids them.
+    """
+    if "xla_cpu_max_isa=SSE4_2" in os.environ.get("XLA_FLAGS", ""):
+        return False
+    features = processor_features()
+    return "f16c" in features or "sse4_2" not in features
+
+
 def program_folder() -> str:
     """The name of a folder for compiled programs that suit this process.
 

@@ -10,7 +10,10 @@ import threading
 from importlib.metadata import version
 from typing import Any
 
-_OLD_EMITTER = version("jaxlib").startswith("0.10.")
+from mtp_jax.machine import converts_float16
+
+# The older emitter converts e4m3 by way of float16.
+_OLD_EMITTER = version("jaxlib").startswith("0.10.") and converts_float16()
 
 # For a program whose very bits are tested: ``jax.jit(f, compiler_options=AS_FOR_USERS)``.
 AS_FOR_USERS: dict[str, Any] = {"xla_backend_optimization_level": 3}

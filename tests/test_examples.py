@@ -70,7 +70,8 @@ def llm(small: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def weighty(small: Path) -> LLM:
-    return LLM(small, **SIZES | {"num_speculative_tokens": 1})
+    sizes: dict[str, Any] = SIZES | {"num_speculative_tokens": 1}
+    return LLM(small, **sizes)
 
 
 def test_every_example_has_a_test():

@@ -42,3 +42,20 @@ def test_another_machine_or_jaxlib_has_another_folder(monkeypatch, name, other):
 def test_without_an_affinity_mask_every_core_counts(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert machine.usable_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("features", "flags", "expected"),
+    [
+        ({"sse4_2", "f16c"}, "", True),
+        ({"sse4_2", "f16c"}, "--xla_cpu_max_isa=AVX2", True),
+        ({"sse4_2", "f16c"}, "--a=b --xla_cpu_max_isa=SSE4_2", False),
+        ({"sse4_2", "avx"}, "", False),
+        ({"asimd", "fphp"}, "", True),
+        ({"Apple M4"}, "", True),
+    ],
+)
+def test_float16_is_converted_where_the_processor_does(monkeypatch, features, flags, expected):
+    monkeypatch.setattr(machine, "processor_features", lambda: frozenset(features))
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert machine.converts_float16() == expected

@@ -9,7 +9,7 @@ from mtp_jax.api.llm import LLM
 from mtp_jax.bench.machine import measure
 from mtp_jax.bench.report import environment
 from mtp_jax.json_object import JsonObject
-from mtp_jax.machine import memory_size, processor_features, program_folder
+from mtp_jax.machine import converts_float16, memory_size, processor_features, program_folder
 from mtp_jax.model.backend import backend
 from mtp_jax.model.device import compiler_options, multiplies_bf16, platform
 
@@ -48,6 +48,7 @@ def figures() -> JsonObject:
         "compiler_options": compiler_options(),
         "compile_cache": program_folder(),
         "forms": {
+            "float16_conversions": converts_float16(),
             "products": type(on.products).__name__,
             "attention": type(on.latent).__name__,
             "experts": type(on.experts).__name__,

@@ -15,6 +15,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, Int16, PyTree, UInt16
 
+from mtp_jax.machine import converts_float16
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
 
 E4M3_UNIT = 2.0**8
@@ -165,11 +166,10 @@ class Fp4(_Packed):
         codes = self.codes.astype(jnp.int16)
         low = _moved(codes, 0x7, 2**9) | _moved(codes, 0x8, 2**12)
         high = _moved(codes, 0x70, 2**5) | _moved(codes, 0x80, 2**8)
-        halves = jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.float16)
-        in_groups = halves.reshape(*self.exponents.shape, -1).astype(jnp.float32)
+        halves = jnp.stack([low, high], axis=-1).reshape(*self.exponents.shape, -1)
         bits = (self.exponents.astype(jnp.uint32) + _E2M1_UNIT) << 23
         spread = jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
-        return (in_groups * spread).astype(dtype).reshape(self.shape)
+        return (float16_of_bits(halves) * spread).astype(dtype).reshape(self.shape)
 
 
 def _moved(codes: Int16[Array, "*b"], mask: int, by: int) -> Int16[Array, "*b"]:
@@ -274,8 +274,18 @@ def e4m3_of_bits(bits: Int8[Array, "*b"]) -> Float[Array, "*b"]:
     product with 128 moves the bits up by 7 and leaves the sign in bits 14 and 15; the mask clears bit
     14. (A shift would test its width each time.)
     """
-    half = (bits.astype(jnp.int16) * 128) & jnp.int16(-0x4001)
-    return jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+    return float16_of_bits((bits.astype(jnp.int16) * 128) & jnp.int16(-0x4001))
+
+
+def float16_of_bits(bits: Int16[Array, "*b"]) -> Float[Array, "*b"]:
+    """float16 as float32, exactly; NaN and infinities apart."""
+    if converts_float16():
+        return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+    size = bits.astype(jnp.int32) & 0x7FFF
+    # The exponent's bias is 127 instead of 15; a subnormal number is a multiple of 2^-24.
+    normal = jax.lax.bitcast_convert_type((size << 13) + (112 << 23), jnp.float32)
+    wide = jnp.where(size < 1 << 10, size.astype(jnp.float32) * 2.0**-24, normal)
+    return jnp.where(bits < 0, -wide, wide)
 
 
 def is_narrow(x: object) -> bool:
