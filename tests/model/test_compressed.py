@@ -202,6 +202,7 @@ def rows_read(columns: int) -> dict[int, int]:
     return counts
 
 
+@pytest.mark.rest
 def test_a_step_reads_the_window_and_entries_not_the_context():
     """After 8,000 tokens: the window, by slot and by page before; chosen entries, or all of 128 tokens."""
     window, topk = CONFIG["sliding_window"] - 1, CONFIG["index_topk"]

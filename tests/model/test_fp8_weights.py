@@ -355,9 +355,8 @@ def test_on_a_cpu_nothing_chooses_a_kernel(features, calls, monkeypatch):
     assert not calls
 
 
-@pytest.mark.parametrize(
-    ("cache", "data"), [pytest.param("plain", n, marks=pytest.mark.rest) for n in (1, 2)] + [("fp8", 2)]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
 def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, monkeypatch, rng):
     modules = by_kernels.mla_low_rank, by_kernels.mla_absorb, by_kernels.mla_decode
     real = {m: getattr(m, m.__name__.split(".")[1]) for m in modules}
