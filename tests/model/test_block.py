@@ -162,6 +162,7 @@ def test_an_embedding_of_its_own():
     np.testing.assert_array_equal(first_block(own, cfg, ON), first_block(params, cfg, ON))
 
 
+@pytest.mark.rest
 def test_kernels_that_must_attend_refuse_it():
     cfg, params = loaded("dflash").config, loaded("dflash").params
     with pytest.raises(ConfigError, match="grouped-query attention has no kernel; take kernels=auto"):

@@ -112,7 +112,8 @@ def test_a_program_widens_no_weight_of_few_rows_in_memory(rng):
     assert memory.temp_size_in_bytes < 1024 * 1024
 
 
-@pytest.mark.parametrize("kind", [bf16, pytest.param(fp8, marks=pytest.mark.rest)])
+@pytest.mark.rest
+@each_kind
 def test_a_program_widens_no_stack_of_experts_in_memory(rng, kind):
     """Of many rows, which visit an expert after the other: it looks up their bits."""
     gate_up, down, rows = kind(rng, (32, 2, 128, 512)), kind(rng, (32, 512, 128)), 320

@@ -45,11 +45,8 @@ def tapped(params: Params, cfg: ModelConfig, on: Backend, *wanted: tuple[int, ..
     return jax.device_get(run(params, state.trunk))
 
 
-# The others are further ways of the same pass.
-WAYS = ["stacked", *(pytest.param(kind, marks=pytest.mark.rest) for kind in ("whole", "parts left", "mesh"))]
-
-
-@pytest.mark.parametrize("kind", [*WAYS, pytest.param("micro-batches", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["whole", "stacked", "parts left", "mesh", "micro-batches"])
 def test_streams_are_the_oracles(kind):
     found = load(model_dir("v3"), dtype="float32")
     cfg, params, on = found.config, found.params, xla_cpu(form="absorbed")
