@@ -35,6 +35,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+fp4_or_more = pytest.mark.parametrize(
+    "name", ["fp4", *(pytest.param(name, marks=pytest.mark.rest) for name in ("plain", "dspark"))]
+)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_all_of_it_comes_back(folders: dict[str, Path], tmp_path: Path, name: str):
     before = load(folders[name], narrow="dequantise")
@@ -62,7 +67,7 @@ def test_narrow_weights_come_back_in_bfloat16_with_all_their_bits(folders: dict[
     assert router.dtype == "F32"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@fp4_or_more
 def test_orbax(folders: dict[str, Path], tmp_path: Path, name: str):
     convert(folders[name], tmp_path / "orbax", dtype="float32")
     want = load(folders[name], narrow="dequantise")
@@ -76,13 +81,14 @@ def test_orbax(folders: dict[str, Path], tmp_path: Path, name: str):
     assert summary.weight_bytes["float32"] == sum(a.nbytes for a in jax.tree.leaves(want.params))
 
 
+@pytest.mark.rest
 def test_orbax_of_a_trunk_whose_drafter_is_left_out(folders: dict[str, Path], tmp_path: Path):
     convert(folders["dspark"], tmp_path / "orbax", num_nextn_layers=0, dtype="float32")
     trunk = load(folders["dspark"], num_nextn_layers=0, narrow="dequantise")
     assert_same(load(tmp_path / "orbax").params, trunk.params)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@fp4_or_more
 def test_mtp_layers_are_exported(folders: dict[str, Path], tmp_path: Path, name: str):
     export_nextn(folders[name], tmp_path / "mtp")
     whole, part = read_folder(folders[name]), read_folder(tmp_path / "mtp")
@@ -97,7 +103,7 @@ def test_mtp_layers_are_exported(folders: dict[str, Path], tmp_path: Path, name:
     assert_same(load(trunk, tmp_path / "mtp").params, load(folders[name]).params)
 
 
-@pytest.mark.parametrize("name", ["fp4", "dspark"])
+@pytest.mark.parametrize("name", [pytest.param("fp4", marks=pytest.mark.rest), "dspark"])
 def test_a_drafter_comes_back_alone(folders: dict[str, Path], tmp_path: Path, name: str):
     before = load(folders[name], dtype="bfloat16", narrow="dequantise")
     save_drafter(tmp_path, before.config, before.params, read_json(folders[name] / "config.json"))
@@ -116,7 +122,12 @@ def update(loaded: Loaded, source: Any, **options: Any) -> Params:
 
 
 @pytest.mark.parametrize(
-    ("narrow", "name"), [(None, "fp4"), ("keep", "fp4"), ("dequantise", "fp4"), (None, "dspark")]
+    ("narrow", "name"),
+    [
+        (None, "fp4"),
+        *(pytest.param(*of, marks=pytest.mark.rest) for of in (("keep", "fp4"), ("dequantise", "fp4"))),
+        pytest.param(None, "dspark", marks=pytest.mark.rest),
+    ],
 )
 def test_updates(folders: dict[str, Path], tmp_path: Path, narrow: Any, name: str):
     loaded = load(folders[name], narrow=narrow)
