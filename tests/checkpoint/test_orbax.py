@@ -18,6 +18,7 @@ from mtp_jax.model.params import param_specs
 from mtp_jax.model.sharding import make_mesh, partition
 from tests.checkpoint.files import assert_same, drop_nextn, edit_json, edit_tensors
 from tests.golden import model_dir
+from tests.models import apart
 
 FAST = (None, "float32"), ((2, 2), "bfloat16")
 
@@ -32,11 +33,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        pytest.param(shape, dtype, marks=() if (shape, dtype) in FAST else pytest.mark.rest)
-        for shape in (None, (2, 2), (1, 2))
-        for dtype in ("float32", "bfloat16")
-    ],
+    apart([(s, d) for s in (None, (2, 2), (1, 2)) for d in ("float32", "bfloat16")], *FAST),
 )
 def test_restored_straight_to_its_shardings(stored: Path, shape: tuple[int, int] | None, dtype: str):
     mesh = make_mesh(*shape) if shape else None

@@ -20,6 +20,7 @@ from mtp_jax.model.narrow import Fp4, Fp8, Narrow, expand, is_narrow
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import Raw, Tensors, edit_json, edit_tensors, read_folder
+from tests.models import apart
 from tests.v4 import E2M1, QUANTISATION, Arrays, e2m1, scale_name, v4_config, v4_tensors, write_v4
 
 CONFIG = v4_config(num_hidden_layers=2, compress_ratios=[4, 128, 0])
@@ -60,9 +61,7 @@ def weights(loaded: Loaded, kind: type[Narrow]) -> list[Any]:
     return [w for w in jax.tree.leaves(loaded.params, is_leaf=is_narrow) if isinstance(w, kind)]
 
 
-@pytest.mark.parametrize(
-    "narrow", ["keep", *(pytest.param(kind, marks=pytest.mark.rest) for kind in ("dequantise", None))]
-)
+@pytest.mark.parametrize("narrow", apart(["keep", "dequantise", None], "keep"))
 def test_values_are_those_of_the_files(folder: Path, held: Arrays, narrow: Any):
     loaded = load(folder, narrow=narrow)
     got = values(loaded)
@@ -223,7 +222,7 @@ WRONG: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("narrow", ["keep", pytest.param("dequantise", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("narrow", apart(["keep", "dequantise"], "keep"))
 @pytest.mark.parametrize("case", WRONG)
 @pytest.mark.usefixtures("held")
 def test_tensors_that_do_not_fit(folder: Path, tmp_path: Path, case: str, narrow: Any):

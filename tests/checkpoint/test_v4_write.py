@@ -17,6 +17,7 @@ from mtp_jax.model.narrow import Fp4, is_narrow, without_bits
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import Tensors, assert_same, copy_folder, edit_json, edit_tensors, read_folder
+from tests.models import apart
 from tests.v4 import DSPARK, v4_config, v4_tensors, write_v4
 
 CONFIG = v4_config(num_hidden_layers=2, compress_ratios=[4, 128, 0])
@@ -35,9 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-fp4_or_more = pytest.mark.parametrize(
-    "name", ["fp4", *(pytest.param(name, marks=pytest.mark.rest) for name in ("plain", "dspark"))]
-)
+fp4_or_more = pytest.mark.parametrize("name", apart(KINDS, "fp4"))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -103,7 +102,7 @@ def test_mtp_layers_are_exported(folders: dict[str, Path], tmp_path: Path, name:
     assert_same(load(trunk, tmp_path / "mtp").params, load(folders[name]).params)
 
 
-@pytest.mark.parametrize("name", [pytest.param("fp4", marks=pytest.mark.rest), "dspark"])
+@pytest.mark.parametrize("name", apart(["fp4", "dspark"], "dspark"))
 def test_a_drafter_comes_back_alone(folders: dict[str, Path], tmp_path: Path, name: str):
     before = load(folders[name], dtype="bfloat16", narrow="dequantise")
     save_drafter(tmp_path, before.config, before.params, read_json(folders[name] / "config.json"))
@@ -123,11 +122,7 @@ def update(loaded: Loaded, source: Any, **options: Any) -> Params:
 
 @pytest.mark.parametrize(
     ("narrow", "name"),
-    [
-        (None, "fp4"),
-        *(pytest.param(*of, marks=pytest.mark.rest) for of in (("keep", "fp4"), ("dequantise", "fp4"))),
-        pytest.param(None, "dspark", marks=pytest.mark.rest),
-    ],
+    apart([(None, "fp4"), ("keep", "fp4"), ("dequantise", "fp4"), (None, "dspark")], (None, "fp4")),
 )
 def test_updates(folders: dict[str, Path], tmp_path: Path, narrow: Any, name: str):
     loaded = load(folders[name], narrow=narrow)

@@ -18,6 +18,7 @@ from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import assert_same, edit_tensors, random_params, read_folder
 from tests.golden import HEADS, VARIANTS, model_dir, raw_config
+from tests.models import apart
 
 SMALL = 400_000  # bytes; several shards for these models
 
@@ -26,9 +27,7 @@ SMALL = 400_000  # bytes; several shards for these models
 FAST = ("v3", "mtp2", "tied", "fp8", "glm46", "dsa_glm52")
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v in FAST else pytest.mark.rest) for v in VARIANTS]
-)
+@pytest.mark.parametrize("variant", apart(VARIANTS, *FAST))
 def test_float32_comes_back(tmp_path: Path, variant: str):
     before = load(model_dir(variant))
     save_checkpoint(tmp_path, before.config, before.params, "float32", SMALL)
@@ -187,16 +186,10 @@ def test_what_cannot_be_exported(tmp_path: Path):
         export_nextn(model_dir("v3"), tmp_path / "none")
 
 
-ALONE = ["mtp2", "eagle3", "dflash", "dspark"]
+ALONE = "mtp2", "fp8", "glm45", "dsa_glm5", *HEADS
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(v, marks=() if v in ALONE else pytest.mark.rest)
-        for v in ("mtp2", "fp8", "glm45", "dsa_glm5", *HEADS)
-    ],
-)
+@pytest.mark.parametrize("variant", apart(ALONE, "mtp2", "eagle3", "dflash", "dspark"))
 def test_a_drafter_comes_back_alone(tmp_path: Path, variant: str):
     """Beside the same trunk, in bfloat16, with the configuration that it had but for the dtype."""
     draft = model_dir(variant, "draft") if variant in HEADS else None

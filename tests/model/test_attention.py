@@ -22,7 +22,7 @@ from mtp_jax.model.mla import Form, Queries, Ups, attend
 from mtp_jax.model.params import Attention, Layer
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
-from tests.models import TINY, rigged
+from tests.models import TINY, apart, rigged
 from tests.rounding import error, near, of_model
 
 B, T, SIZE = 2, 11, 4  # slots, tokens, rows per page
@@ -102,26 +102,14 @@ def _rows(cache: LayerCache, view: PagedView) -> jax.Array:
     return read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank)
 
 
+BACKENDS = {"xla": xla(), "xla_cpu": xla_cpu()}
+WINDOWS = [(name, form, kind) for name in CONFIGS for form in get_args(Form) for kind in BACKENDS]
 # Every form and every backend once; the others are further pairs of them.
-FAST = ("low rank", "naive", xla_cpu()), ("low rank", "absorbed", xla()), ("half-split rope", "naive", xla())
+FAST = ("low rank", "naive", "xla_cpu"), ("low rank", "absorbed", "xla"), ("half-split rope", "naive", "xla")
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "on"),
-    [
-        pytest.param(
-            name,
-            form,
-            on,
-            id=f"{name}-{form}-{kind}",
-            marks=() if (name, form, on) in FAST else pytest.mark.rest,
-        )
-        for name in CONFIGS
-        for form in get_args(Form)
-        for kind, on in (("xla", xla()), ("xla_cpu", xla_cpu()))
-    ],
-)
-def test_windows_through_the_cache_equal_one_pass_without(name, form, on):
+@pytest.mark.parametrize(("name", "form", "kind"), apart(WINDOWS, *FAST))
+def test_windows_through_the_cache_equal_one_pass_without(name, form, kind):
     """Windows of 3 with garbage behind them, NaN everywhere else, pages in any order."""
     _, x, want = block(name)
     rng = np.random.default_rng(2)
@@ -135,7 +123,7 @@ def test_windows_through_the_cache_equal_one_pass_without(name, form, on):
         positions[:, :real] = np.arange(start, start + real)
         window = np.zeros((B, width, x.shape[-1]), np.float32)
         window[:, :real] = x[:, start : start + real]
-        out, cache = compiled(name, form, on)(
+        out, cache = compiled(name, form, BACKENDS[kind])(
             window, jnp.asarray(positions), cache, view_of(table, positions)
         )
         got[:, start : start + real] = np.asarray(out)[:, :real]
@@ -193,14 +181,8 @@ def test_the_two_forms_have_the_same_derivatives(on, rng):
         near(a, b, 2 * terms() + B * 3 * TINY.num_attention_heads)  # there and back, summed over all queries
 
 
-@pytest.mark.parametrize(
-    ("columns", "form"),
-    [
-        pytest.param(columns, form, marks=() if (columns, form) == (5, "absorbed") else pytest.mark.rest)
-        for columns in (4, 5)
-        for form in get_args(Form)
-    ],
-)
+@pytest.mark.parametrize("form", apart(get_args(Form), "absorbed"))
+@pytest.mark.parametrize("columns", apart([4, 5], 5))
 def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form, rng):
     """Blocks of two pages, the last of one, NaN from the first row nobody sees; an idle slot gives zeros.
 

@@ -17,6 +17,7 @@ from mtp_jax.model.head_specs import Eagle3
 from mtp_jax.model.params import Params, Spec, param_specs
 from tests.eagle3 import DRAFTS, ON, loaded, of_head
 from tests.golden import EAGLES, expected
+from tests.models import apart
 from tests.rounding import near, of_model
 
 
@@ -60,9 +61,7 @@ def close(variant: str, got: Any, want: np.ndarray, drafts: int = 1) -> None:
     near(got, want, drafts * of_model(loaded(variant).config, len(expected(variant)["input_ids"])))
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v == "eagle3" else pytest.mark.rest) for v in EAGLES]
-)
+@pytest.mark.parametrize("variant", apart(EAGLES, "eagle3"))
 def test_the_head_computes_what_the_oracle_does(variant: str):
     found, want = loaded(variant), expected(variant)
     head, params = found.config.drafter, found.params
@@ -118,10 +117,7 @@ def normed(x: np.ndarray, weight: jax.Array) -> np.ndarray:
 OPTIONS = [(0, False), (0, True), (1, False), (1, True)]
 
 
-@pytest.mark.parametrize(
-    ("tap_norms", "normed_residual"),
-    [pytest.param(*of, marks=() if all(of) else pytest.mark.rest) for of in OPTIONS],
-)
+@pytest.mark.parametrize(("tap_norms", "normed_residual"), apart(OPTIONS, (1, True)))
 def test_options_that_the_oracles_heads_do_not_have(
     tap_norms: int, normed_residual: bool, rng: np.random.Generator
 ):

@@ -63,7 +63,8 @@ def forward(params: Params, tokens: jax.Array, cfg: ModelConfig, on: Backend) ->
         z, *_, choice = draft_module.run(nextn.NextNLayers(cfg), params, on, k, given, None)
         out |= {f"mtp_hidden.{k}": z, f"mtp_logits.{k}": nextn.logits(params, k, z)}
         chosen.append((choice, rows))
-    return out | {"chosen": [indexer.chosen_mask(*c, entries) for c, entries in chosen if cfg.indexer]}
+    masks = (indexer.chosen_mask(own, rows) for choice, rows in chosen for own in choice if own is not None)
+    return out | {"chosen": list(masks)}
 
 
 @functools.cache

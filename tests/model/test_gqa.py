@@ -20,7 +20,7 @@ from mtp_jax.model.narrow import Bf16
 from mtp_jax.model.sharding import check_divisible
 from mtp_jax.model.visible import chain
 from tests import models
-from tests.models import rigged
+from tests.models import apart, rigged
 from tests.rounding import near
 
 CFG = models.gqa()  # eight query heads of four kv heads
@@ -41,7 +41,7 @@ def plainly(q: np.ndarray, rows: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("parts", [*(pytest.param(n, marks=pytest.mark.rest) for n in (1, 2, 4)), 8])
+@pytest.mark.parametrize("parts", apart([1, 2, 4, 8], 8))
 def test_each_part_of_the_heads_asks_its_own_kv_heads(parts: int):
     q, rows = normal(B, 3, N, H), normal(B, T, 2 * G * H)
     mask = np.broadcast_to(np.tri(3, T, 2) > 0, (B, 3, T))
@@ -61,14 +61,10 @@ def views(table: jax.Array, positions: jax.Array) -> tuple[PagedView, ...]:
     return (PagedView(table, positions, chain(positions[:, 0], (positions >= 0).sum(axis=1))),)
 
 
-@pytest.mark.parametrize(
-    ("fp8", "on"),
-    [
-        pytest.param(fp8, on, id=f"{fp8}-{name}", marks=() if fp8 == (name == "xla") else pytest.mark.rest)
-        for fp8 in (False, True)
-        for name, on in (("xla", xla()), ("xla_cpu", xla_cpu()))
-    ],
-)
+CASES = [(fp8, on) for fp8 in (False, True) for on in (xla(), xla_cpu())]
+
+
+@pytest.mark.parametrize(("fp8", "on"), apart(CASES, (True, xla()), (False, xla_cpu())))
 def test_a_broken_row_stays_with_those_that_see_it(fp8: bool, on: Any):
     """The last token is not finite. Its row is written, and tokens before it are as they were."""
     layer, size = rigged(CFG).layers[0], 4

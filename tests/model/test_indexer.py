@@ -25,7 +25,7 @@ from mtp_jax.model.config import IndexerConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING, IndexQueries
 from mtp_jax.model.mla import Queries, Ups
 from mtp_jax.model.visible import chain
-from tests.models import TINY
+from tests.models import TINY, apart
 from tests.rounding import near
 
 B, W, HEADS, DIM, SIZE, COLUMNS, TOPK = 2, 3, 4, 8, 4, 8, 8
@@ -128,7 +128,7 @@ def test_scores_are_the_formula(draw):
     near(scores(q, k), want, DIM + HEADS, size=most(q, k))
 
 
-@pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.rest) for n in (4, 8, 32)), 12])
+@pytest.mark.parametrize("size", apart([4, 8, 12, 32], 12))
 def test_blocks_give_the_same_scores(draw, size):
     q, k = draw.asked(), draw.normal(B, ROWS, DIM)
     padded = np.pad(k, ((0, 0), (0, -ROWS % size), (0, 0)))
@@ -194,14 +194,8 @@ def test_kernels_choose_what_xla_does(draw, fp8, monkeypatch):
     assert called == ["index_scores", "top_k", "top_k"], "what is not bfloat16 XLA scores"
 
 
-@pytest.mark.parametrize(
-    ("on", "fp8"),
-    [
-        pytest.param(on, fp8, id=f"{name}-{fp8}", marks=() if fp8 and name == "xla" else pytest.mark.rest)
-        for name, on in (("xla", xla()), ("xla_cpu", xla_cpu()))
-        for fp8 in (False, True)
-    ],
-)
+@pytest.mark.parametrize("fp8", apart([False, True], True))
+@pytest.mark.parametrize("on", apart([xla(), xla_cpu()], xla()))
 def test_rows_read_one_by_one_give_what_a_mask_gives(draw, on, fp8):
     rank, w = TINY.kv_lora_rank, draw.ups()
     rows = draw.normal(B * COLUMNS, SIZE, CFG.latent_dim)

@@ -23,7 +23,7 @@ from mtp_jax.model.narrow import Int4, expand, is_narrow
 from mtp_jax.model.params import Attention, Moe, Params
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.int4_files import CONFIG, Models, write_models
-from tests.models import GREEDY, Reference, Told, accepted, make_engine, prompts, serve
+from tests.models import GREEDY, Reference, Told, accepted, apart, make_engine, prompts, serve
 from tests.rounding import near, of_model
 
 
@@ -93,9 +93,7 @@ def test_four_bits_and_their_scales_are_all_that_is_in_memory(packed, plain):
     assert of_trunk(packed.params).expert < of_trunk(plain.params).expert / 6
 
 
-@pytest.mark.parametrize(
-    "on", [*(pytest.param(on, marks=pytest.mark.rest) for on in (xla(experts="dense"), xla())), CPU]
-)
+@pytest.mark.parametrize("on", apart([xla(experts="dense"), xla(), CPU], CPU))
 def test_same_logits(packed, plain, on):
     same(forward(packed.params, on), forward(plain.params, PLAINLY))
 
@@ -183,10 +181,7 @@ def test_no_kernel_multiplies_them(packed, plain):
     same(forward(packed.params, mosaic_gpu(**given)), forward(plain.params))
 
 
-@pytest.mark.parametrize(
-    ("group", "kind"),
-    [(8, np.float16), (16, np.float32), pytest.param(32, np.float16, marks=pytest.mark.rest)],
-)
+@pytest.mark.parametrize(("group", "kind"), [(8, np.float16), (16, np.float32), (32, np.float16)])
 def test_other_groups_and_scales(tmp_path: Path, group: int, kind: type):
     models = write_models(tmp_path, group, kind)
     packed, plain = load(models.packed).params, load(models.plain).params

@@ -21,7 +21,7 @@ from mtp_jax.model.experts.plain import rule_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Mlp, Moe
 from tests.compiling import AS_FOR_USERS
-from tests.models import TINY
+from tests.models import TINY, apart
 from tests.rounding import near
 
 E, D, WIDTH, K = 8, 16, 12, 3
@@ -122,7 +122,7 @@ def test_no_expert_at_all(way):
 
 
 @pytest.mark.parametrize("way", ["by_pair", "by_visit"])
-@pytest.mark.parametrize("rows", [pytest.param(5, marks=pytest.mark.rest), 200])
+@pytest.mark.parametrize("rows", apart([5, 200], 200))
 @pytest.mark.parametrize("neighbours", ["others", "nan"])
 def test_batch_invariance(way, rows, neighbours):
     """A row's bits do not depend on its neighbours, not even on broken ones."""
@@ -148,8 +148,7 @@ def test_by_pair_does_not_depend_on_the_number_of_rows():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "width"),
-    [*(pytest.param(*of, marks=pytest.mark.rest) for of in ((384, 96), (2048, 48), (200, 9))), (200, 257)],
+    ("hidden", "width"), apart([(384, 96), (2048, 48), (200, 9), (200, 257)], (200, 257))
 )
 def test_by_pair_in_slices_of_any_width(hidden, width, rng):
     """16 lanes, 32 where there would be too many slices, few where the width is odd, or all of a prime."""
@@ -168,9 +167,9 @@ def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
     monkeypatch.setattr(cpu_experts, "by_pair", lambda *given: jnp.ones_like(given[2]))
     monkeypatch.setattr(moe, "by_visit", lambda *given: jnp.zeros_like(given[2]))
     weights = jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width))
-    for rows, apart in ((E * pairs, 1), (E * pairs + 1, 0)):
+    for rows, one in ((E * pairs, 1), (E * pairs + 1, 0)):
         r = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))
-        assert xla_cpu().experts.routed(*weights, jnp.zeros((rows, D)), r)[0, 0] == apart
+        assert xla_cpu().experts.routed(*weights, jnp.zeros((rows, D)), r)[0, 0] == one
 
 
 @pytest.mark.rest
@@ -222,14 +221,8 @@ ROUTERS = {
 route = functools.partial(jax.jit, static_argnums=1)(xla().experts.route)
 
 
-@pytest.mark.parametrize(
-    ("name", "shift"),
-    [
-        pytest.param(name, shift, marks=() if shift == 0 or name == "groups" else pytest.mark.rest)
-        for name in ROUTERS
-        for shift in (0.0, -5.0, 3.0)
-    ],
-)
+@pytest.mark.parametrize("name", apart(ROUTERS, "groups", "not normalised", "everything"))
+@pytest.mark.parametrize("shift", [0.0, -5.0, 3.0])
 def test_router(name, shift, rng):
     """``shift`` moves every bias: scores that are all negative must still beat the groups left out."""
     cfg = replace(TINY, n_routed_experts=16, num_experts_per_tok=2)
@@ -248,7 +241,7 @@ def test_router(name, shift, rng):
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize("counts", [True, pytest.param(False, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("counts", apart([True, False], True))
 def test_choice_by_comparisons(name, counts, rng):
     """The same ids and weights as by ``top_k``: of few values, so that many scores are equal."""
     cfg = replace(TINY, **{"n_routed_experts": 16, **ROUTERS[name]})
@@ -286,7 +279,7 @@ def test_router_computes_in_float32_whatever_the_model_does(rng):
     np.testing.assert_array_equal(got.weights, want.weights)
 
 
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("shared", apart([True, False], True))
 def test_the_shared_expert_comes_beside_the_routed_ones(shared, rng):
     cfg = replace(TINY, hidden_size=D, n_routed_experts=E)
 
