@@ -171,7 +171,8 @@ def test_kernels_that_must_attend_refuse_it():
     near(got, first_block(params, cfg, ON), of_model(cfg, SIZE))
 
 
-@pytest.mark.parametrize("variant", ["dflash2", pytest.param("dspark", marks=pytest.mark.rest)])
+@pytest.mark.rest
+@pytest.mark.parametrize("variant", ["dflash2", "dspark"])
 def test_tables_that_stay_narrow_choose_the_same_drafts(variant: str, rng: np.random.Generator):
     """A head stored in bfloat16, on a CPU that computes in float32."""
     found = loaded(variant)

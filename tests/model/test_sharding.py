@@ -97,6 +97,7 @@ def test_axes_must_be_named_data_and_model():
         check_divisible(TINY, mesh)
 
 
+@pytest.mark.rest
 def test_a_mesh_of_jax_works_as_ours_does():
     """``jax.make_mesh`` makes Explicit axes, which tracing refuses deep within."""
     theirs, ours = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[:2]), make_mesh(1, 2)
