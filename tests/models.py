@@ -8,7 +8,7 @@ on top that the text depends on the whole history, so a cache that is wrong anyw
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,6 +131,15 @@ def rigged(
 def tiny_params(cfg: ModelConfig = TINY) -> Params:
     """The rigged parameters most tests share."""
     return rigged(cfg)
+
+
+def apart(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Cases of a parametrised test, of which `make test` keeps these; `make test-all` runs the others."""
+
+    def rest(case: Any) -> Any:
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.rest)
+
+    return [case if case in kept else rest(case) for case in cases]
 
 
 def on_mesh(params: Params, mesh: Mesh, cfg: ModelConfig = TINY) -> Params:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from mtp_jax.model.params import Params
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file; None removes one."""
     value = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in value.items() if v is not None}))
+
+
+def random_params(cfg: ModelConfig, rng: np.random.Generator, dtype: str = "float32") -> Params:
+    """Random values in the dtypes of the parameters."""
+
+    def draw(spec: Spec) -> jax.Array:
+        return jnp.asarray(rng.normal(size=spec.shape).astype(dtype_of(spec, dtype)))
+
+    return jax.tree.map(draw, param_specs(cfg))
 
 
 def assert_same(a: Params, b: Params) -> None:

@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("narrow", ["keep", "dequantise"])
+@pytest.mark.parametrize("narrow", ["keep", pytest.param("dequantise", marks=pytest.mark.rest)])
 @pytest.mark.parametrize("case", WRONG)
 def test_tensors_that_do_not_fit(models, tmp_path, case, narrow):
     change, fragments = WRONG[case]

@@ -18,6 +18,9 @@ from mtp_jax.model.params import param_specs
 from mtp_jax.model.sharding import make_mesh, partition
 from tests.checkpoint.files import assert_same, drop_nextn, edit_json, edit_tensors
 from tests.golden import model_dir
+from tests.models import apart
+
+FAST = (None, "float32"), ((2, 2), "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +31,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [None, (2, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    apart([(s, d) for s in (None, (2, 2), (1, 2)) for d in ("float32", "bfloat16")], *FAST),
+)
 def test_restored_straight_to_its_shardings(stored: Path, shape: tuple[int, int] | None, dtype: str):
     mesh = make_mesh(*shape) if shape else None
     found, want = load(stored, dtype=dtype, mesh=mesh), load(model_dir("mtp2"), dtype=dtype)
@@ -42,6 +47,7 @@ def test_restored_straight_to_its_shardings(stored: Path, shape: tuple[int, int]
             assert array.sharding.spec == partition(*spec.axes)
 
 
+@pytest.mark.rest
 def test_saved_from_a_mesh(tmp_path: Path):
     whole = load(model_dir("tied"), mesh=make_mesh(2, 2))
     save(tmp_path / "x", whole.config, whole.params)
@@ -186,6 +192,7 @@ def test_damage_is_named(stored: Path, tmp_path: Path, kind: str):
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.rest
 def test_cut_arrays(stored: Path, tmp_path: Path):
     """In a process of its own: reads that Orbax leaves behind complain to stderr at any time."""
     folder = tmp_path / "x"

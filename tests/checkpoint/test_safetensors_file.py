@@ -212,6 +212,7 @@ def test_any_damage_to_the_header_is_an_error_of_ours(tmp_path_factory: Any, cha
         assert t.array().shape == t.shape
 
 
+@pytest.mark.rest
 @settings(max_examples=100, deadline=None)
 @given(
     st.recursive(

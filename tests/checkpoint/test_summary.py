@@ -15,6 +15,7 @@ from mtp_jax.model.spec import leaves, may_be_narrow
 from mtp_jax.model.specs import nextn_copies, param_specs, parameter_counts
 from tests.checkpoint.files import read_folder
 from tests.golden import VARIANTS, model_dir
+from tests.models import apart
 
 V3 = ModelConfig(
     vocab_size=129280,
@@ -58,7 +59,11 @@ def test_deepseek_v3_on_disk():
     assert (tensors, nbytes) == (91_991, 688_574_839_360)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# One of each kind of attention, and of each format of files.
+FAST = ("v3", "bf16", "fp8", "glm46", "dsa_glm52")
+
+
+@pytest.mark.parametrize("variant", apart(VARIANTS, *FAST))
 def test_counts_are_those_of_the_loaded_model(variant: str):
     summary, found = summarise(model_dir(variant)), load(model_dir(variant))
     leaves = jax.tree.leaves(found.params)

@@ -17,6 +17,7 @@ from mtp_jax.model.narrow import Fp4, is_narrow, without_bits
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import Tensors, assert_same, copy_folder, edit_json, edit_tensors, read_folder
+from tests.models import apart
 from tests.v4 import DSPARK, v4_config, v4_tensors, write_v4
 
 CONFIG = v4_config(num_hidden_layers=2, compress_ratios=[4, 128, 0])
@@ -33,6 +34,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = STAGED if name == "dspark" else CONFIG
         write_v4(folder, config, v4_tensors(config), fp4=name != "plain")
     return found
+
+
+fp4_or_more = pytest.mark.parametrize("name", apart(KINDS, "fp4"))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -62,7 +66,7 @@ def test_narrow_weights_come_back_in_bfloat16_with_all_their_bits(folders: dict[
     assert router.dtype == "F32"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@fp4_or_more
 def test_orbax(folders: dict[str, Path], tmp_path: Path, name: str):
     convert(folders[name], tmp_path / "orbax", dtype="float32")
     want = load(folders[name], narrow="dequantise")
@@ -76,13 +80,14 @@ def test_orbax(folders: dict[str, Path], tmp_path: Path, name: str):
     assert summary.weight_bytes["float32"] == sum(a.nbytes for a in jax.tree.leaves(want.params))
 
 
+@pytest.mark.rest
 def test_orbax_of_a_trunk_whose_drafter_is_left_out(folders: dict[str, Path], tmp_path: Path):
     convert(folders["dspark"], tmp_path / "orbax", num_nextn_layers=0, dtype="float32")
     trunk = load(folders["dspark"], num_nextn_layers=0, narrow="dequantise")
     assert_same(load(tmp_path / "orbax").params, trunk.params)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@fp4_or_more
 def test_mtp_layers_are_exported(folders: dict[str, Path], tmp_path: Path, name: str):
     export_nextn(folders[name], tmp_path / "mtp")
     whole, part = read_folder(folders[name]), read_folder(tmp_path / "mtp")
@@ -97,7 +102,7 @@ def test_mtp_layers_are_exported(folders: dict[str, Path], tmp_path: Path, name:
     assert_same(load(trunk, tmp_path / "mtp").params, load(folders[name]).params)
 
 
-@pytest.mark.parametrize("name", ["fp4", "dspark"])
+@pytest.mark.parametrize("name", apart(["fp4", "dspark"], "dspark"))
 def test_a_drafter_comes_back_alone(folders: dict[str, Path], tmp_path: Path, name: str):
     before = load(folders[name], dtype="bfloat16", narrow="dequantise")
     save_drafter(tmp_path, before.config, before.params, read_json(folders[name] / "config.json"))
@@ -116,7 +121,8 @@ def update(loaded: Loaded, source: Any, **options: Any) -> Params:
 
 
 @pytest.mark.parametrize(
-    ("narrow", "name"), [(None, "fp4"), ("keep", "fp4"), ("dequantise", "fp4"), (None, "dspark")]
+    ("narrow", "name"),
+    apart([(None, "fp4"), ("keep", "fp4"), ("dequantise", "fp4"), (None, "dspark")], (None, "fp4")),
 )
 def test_updates(folders: dict[str, Path], tmp_path: Path, narrow: Any, name: str):
     loaded = load(folders[name], narrow=narrow)

@@ -22,7 +22,8 @@ from mtp_jax.model.mla import Form, Queries, Ups, attend
 from mtp_jax.model.params import Attention, Layer
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
-from tests.models import TINY, rigged
+from tests.models import TINY, apart, rigged
+from tests.rounding import error, near, of_model
 
 B, T, SIZE = 2, 11, 4  # slots, tokens, rows per page
 COLUMNS = 4
@@ -45,6 +46,13 @@ def block(name: str) -> tuple[Layer, np.ndarray, np.ndarray]:
 
     out = whole(x)
     return p, np.asarray(x), np.asarray(out)
+
+
+def terms(cfg: ModelConfig = TINY) -> int:
+    """Sums that follow each other: queries, latents, keys, scores, rows, values, outputs."""
+    n, nope, rope, v = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
+    queries = cfg.hidden_size + (cfg.q_lora_rank or 0)
+    return queries + cfg.hidden_size + cfg.kv_lora_rank + nope + rope + 4 * COLUMNS + cfg.kv_lora_rank + n * v
 
 
 def weights() -> Attention:
@@ -94,10 +102,14 @@ def _rows(cache: LayerCache, view: PagedView) -> jax.Array:
     return read_rows(cache, view.page_table, seen, jnp.float32, TINY.kv_lora_rank)
 
 
-@pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["xla", "xla_cpu"])
-@pytest.mark.parametrize("form", ["naive", "absorbed"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_windows_through_the_cache_equal_one_pass_without(name, form, on):
+BACKENDS = {"xla": xla(), "xla_cpu": xla_cpu()}
+WINDOWS = [(name, form, kind) for name in CONFIGS for form in get_args(Form) for kind in BACKENDS]
+# Every form and every backend once; the others are further pairs of them.
+FAST = ("low rank", "naive", "xla_cpu"), ("low rank", "absorbed", "xla"), ("half-split rope", "naive", "xla")
+
+
+@pytest.mark.parametrize(("name", "form", "kind"), apart(WINDOWS, *FAST))
+def test_windows_through_the_cache_equal_one_pass_without(name, form, kind):
     """Windows of 3 with garbage behind them, NaN everywhere else, pages in any order."""
     _, x, want = block(name)
     rng = np.random.default_rng(2)
@@ -111,11 +123,11 @@ def test_windows_through_the_cache_equal_one_pass_without(name, form, on):
         positions[:, :real] = np.arange(start, start + real)
         window = np.zeros((B, width, x.shape[-1]), np.float32)
         window[:, :real] = x[:, start : start + real]
-        out, cache = compiled(name, form, on)(
+        out, cache = compiled(name, form, BACKENDS[kind])(
             window, jnp.asarray(positions), cache, view_of(table, positions)
         )
         got[:, start : start + real] = np.asarray(out)[:, :real]
-    np.testing.assert_allclose(got, want, atol=2e-6)
+    near(got, want, terms(CONFIGS[name]))
 
 
 def queries(rng: np.random.Generator, width: int) -> Queries:
@@ -124,8 +136,7 @@ def queries(rng: np.random.Generator, width: int) -> Queries:
     return Queries(next(parts), next(parts))
 
 
-def test_both_forms_of_both_backends_agree_under_any_mask():
-    rng = np.random.default_rng(3)
+def test_both_forms_of_both_backends_agree_under_any_mask(rng):
     q = queries(rng, 3)
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
@@ -141,39 +152,43 @@ def test_both_forms_of_both_backends_agree_under_any_mask():
 
     every = by_all(q, rows, mask)
     for got in every:
-        np.testing.assert_allclose(got, every[0], atol=2e-6)
-        np.testing.assert_array_equal(got[0, 1], 0)  # a window token that sees nothing
+        near(got, every[0], terms())
+        np.testing.assert_array_equal(np.asarray(got)[0, 1], 0)  # a window token that sees nothing
 
 
-@pytest.mark.parametrize("on", [xla(), xla_cpu()], ids=["xla", "xla_cpu"])
-def test_the_two_forms_have_the_same_derivatives(on):
-    rng = np.random.default_rng(4)
+@pytest.mark.parametrize(
+    "on", [pytest.param(xla(), marks=pytest.mark.rest), xla_cpu()], ids=["xla", "xla_cpu"]
+)
+def test_the_two_forms_have_the_same_derivatives(on, rng):
     q, w = queries(rng, 3), ups()
     rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
-    mask = jnp.asarray(rng.random((B, 3, 9)) < 0.6).at[0, 1].set(False)
+    mask = rng.random((B, 3, 9)) < 0.6
+    mask[0, 1] = False
     weigh = jnp.asarray(rng.normal(size=(B, 3, *w.v.shape[:2])), jnp.float32)
 
     def total(form, q, w, rows):
-        return (on.latent.attend(q, w, Whole(rows, mask, form=form), 0.3) * weigh).sum()
+        return (on.latent.attend(q, w, Whole(rows, jnp.asarray(mask), form=form), 0.3) * weigh).sum()
 
-    ours, others = (
-        jax.tree.leaves(jax.jit(jax.grad(functools.partial(total, form), (0, 1, 2)))(q, w, rows))
-        for form in ("naive", "absorbed")
-    )
-    assert all(jnp.abs(a).max() > 0.1 for a in others)
-    for a, b in zip(ours, others, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    @jax.jit
+    def both(*given):
+        return [
+            jax.tree.leaves(jax.grad(functools.partial(total, form), (0, 1, 2))(*given)) for form in forms
+        ]
+
+    forms = get_args(Form)
+    for a, b in zip(*both(q, w, rows), strict=True):
+        assert np.abs(b).max() > 0.1
+        near(a, b, 2 * terms() + B * 3 * TINY.num_attention_heads)  # there and back, summed over all queries
 
 
-@pytest.mark.parametrize("form", ["naive", "absorbed"])
-@pytest.mark.parametrize("columns", [4, 5])
-def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
+@pytest.mark.parametrize("form", apart(get_args(Form), "absorbed"))
+@pytest.mark.parametrize("columns", apart([4, 5], 5))
+def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form, rng):
     """Blocks of two pages, the last of one, NaN from the first row nobody sees; an idle slot gives zeros.
 
     How many blocks another slot needs changes nothing, to the bit.
     """
     monkeypatch.setattr(cpu_attention, "_BLOCK", (2 * SIZE, 2 * SIZE))
-    rng = np.random.default_rng(8)
     q = queries(rng, 3)
     table = rng.permutation(B * columns).reshape(B, columns)
     rows = rng.normal(size=(B * columns + 1, SIZE, TINY.latent_dim)).astype(np.float32)
@@ -201,7 +216,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form):
             )
         cache = LayerCache(jnp.asarray(pages))
         got = np.asarray(attended(cache, view))
-        np.testing.assert_allclose(got, plainly(rows_of(cache, view), view), atol=2e-6)
+        near(got, plainly(jnp.asarray(rows_of(cache, view)), view), terms())
         found[others] = got
     np.testing.assert_array_equal(found[-1][1], 0)
     for got in found.values():
@@ -219,8 +234,7 @@ def test_prefill_takes_the_form_with_fewer_operations():
 
 
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
-def test_large_scores_do_not_overflow(form):
-    rng = np.random.default_rng(4)
+def test_large_scores_do_not_overflow(form, rng):
     q = queries(rng, 1)
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
     for on in (xla(), xla_cpu()):
@@ -232,8 +246,7 @@ def test_large_scores_do_not_overflow(form):
 
 
 @pytest.mark.parametrize("write", [by_scatter, by_loop])
-def test_rows_are_written_where_they_are_asked_for_and_nowhere_else(write):
-    rng = np.random.default_rng(5)
+def test_rows_are_written_where_they_are_asked_for_and_nowhere_else(write, rng):
     table = np.array([[2, 0], [1, 4]])
     pages = rng.normal(size=(6, SIZE, 3)).astype(np.float32)  # page 5 is for rows nobody wants
     positions = np.array([[3, 4, -1], [-1, 6, 0]])
@@ -241,7 +254,7 @@ def test_rows_are_written_where_they_are_asked_for_and_nowhere_else(write):
     got = jax.jit(write)(jnp.asarray(pages), jnp.asarray(rows), jnp.asarray(table), jnp.asarray(positions))
     want = pages.copy()
     want[2, 3], want[0, 0], want[4, 2], want[1, 0] = rows[0, 0], rows[0, 1], rows[1, 1], rows[1, 2]
-    np.testing.assert_array_equal(got[:5], want[:5])
+    np.testing.assert_array_equal(np.asarray(got)[:5], want[:5])
 
 
 def test_read_rows_hides_what_no_window_token_may_see():
@@ -254,9 +267,14 @@ def test_read_rows_hides_what_no_window_token_may_see():
     np.testing.assert_array_equal(rows[0, 3:], 0)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 def test_distance_of_an_fp8_cache(form):
-    """A golden checkpoint through the cache: four significant bits of the latents cost this much."""
+    """A golden checkpoint through the cache.
+
+    e4m3 keeps three bits behind the first: every latent moves by a sixteenth at most, and so, by about
+    1 / sqrt(3) of it, does the output of attention, which is smaller than the stream that it is added to.
+    """
     found, want = load(model_dir("rigged"), dtype="float32"), expected("rigged")
     cfg, tokens = found.config, jnp.asarray(want["input_ids"])[None]
     count = tokens.shape[1]
@@ -271,24 +289,28 @@ def test_distance_of_an_fp8_cache(form):
         traced = trunk.run(found.params, trunk.Model(cfg, xla_cpu()), tokens, view.written, layers, views)
         return trunk.logits(found.params, traced.hidden)[0]
 
-    def error(fp8):
-        cache = empty_cache(columns + 1, SIZE, cfg, 0, jnp.float32, fp8=fp8)
-        return np.abs(np.asarray(logits(cache)) - want["logits"])
+    plain, fp8 = (
+        logits(empty_cache(columns + 1, SIZE, cfg, 0, jnp.float32, fp8=kind)) for kind in (False, True)
+    )
+    near(plain, want["logits"], of_model(cfg, count))
+    off = np.linalg.norm(fp8 - want["logits"], axis=-1) / np.linalg.norm(want["logits"], axis=-1)
+    assert off.max() < 2**-4 * np.sqrt(cfg.num_hidden_layers / 3)
+    assert off.mean() > error(of_model(cfg, count)), "rounding alone"
 
-    assert error(False).max() < 2e-4
-    distance = error(True)
-    assert 1e-3 < distance.mean() < 0.05
-    assert distance.max() < 0.3
 
-
-def test_fp8_rows_are_written_alike_everywhere():
+def test_fp8_rows_are_written_alike_everywhere(rng):
     """By a loop on a CPU, by a scatter on a GPU; what is read back is what was packed."""
-    rng = np.random.default_rng(7)
     table, positions = np.array([[2, 0], [1, 4]]), np.array([[3, 4, -1], [-1, 6, 0]])
     cfg = replace(TINY, kv_lora_rank=6, qk_rope_head_dim=4)
-    empty = empty_cache(6, SIZE, cfg, 0, jnp.float32, fp8=True)
-    rows = empty.stored(Entries(jnp.asarray(rng.normal(size=(2, 3, 10)), jnp.float32)), cfg.row)
-    looped, scattered = (jax.jit(write)(empty, rows, table, positions) for write in (by_loop, by_scatter))
+
+    @jax.jit
+    def written(given):
+        empty = empty_cache(6, SIZE, cfg, 0, jnp.float32, fp8=True)
+        rows = empty.stored(Entries(given), cfg.row)
+        return *(write(empty, rows, jnp.asarray(table), jnp.asarray(positions)) for write in ways), rows
+
+    ways = by_loop, by_scatter
+    looped, scattered, rows = jax.device_get(written(rng.normal(size=(2, 3, 10)).astype(np.float32)))
     for a, b, row in zip(*map(jax.tree.leaves, (looped, scattered, rows)), strict=True):
         np.testing.assert_array_equal(a[:5], b[:5])
         np.testing.assert_array_equal(a[2, 3], row[0, 0])

@@ -37,6 +37,7 @@ def test_bytes_of_a_token_and_of_a_slot_are_those_of_a_state(dtype, v4, page):
     assert (size(caches) > 0) is v4
 
 
+@pytest.mark.rest
 def test_info_counts_the_cache_of_v4_flash(tmp_path):
     """Rows of 43 layers' windows and of MTP; entries of 20 and of 21 layers, with index keys; inputs."""
     window, mtp, entries, keys = 43 * 128 * 1024, 1024, 21 * 1024 // 4 + 20 * 1024 // 128, 21 * 256 // 4

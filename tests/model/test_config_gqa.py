@@ -101,6 +101,7 @@ def test_refusals(changes: dict[str, Any], message: str):
     assert message in str(caught.value)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("key", [*GLM45, "rope_parameters"])
 def test_any_value_is_read_or_refused(key: str):
     for wrong in ("x", "", [], {}, -1, 0, 1.5, True, None, 10**400, math.nan, math.inf, [None]):

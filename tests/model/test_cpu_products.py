@@ -8,18 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.model import moe
 from mtp_jax.model.attention import cpu_heads
-from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.experts import cpu as cpu_experts
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Bf16, Fp8, InStack, Narrow, expand, with_bits, without_bits
+from tests.rounding import near
 
 SHAPES = [(256, 384), (192, 96), (2, 40, 48), (576, 1792)]
 
 
 def bf16(rng: np.random.Generator, shape: tuple[int, ...]) -> Bf16:
-    return with_bits(Bf16(jnp.asarray(rng.normal(size=shape), jnp.bfloat16)))
+    return with_bits(Bf16(jnp.asarray(rng.normal(size=shape).astype(jnp.bfloat16))))
 
 
 def fp8(rng: np.random.Generator, shape: tuple[int, ...]) -> Narrow:
@@ -34,43 +34,68 @@ def fp8(rng: np.random.Generator, shape: tuple[int, ...]) -> Narrow:
 each_kind = pytest.mark.parametrize("kind", [bf16, fp8])
 
 
-def near(got: Any, want: np.ndarray) -> None:
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+def wide(w: Any) -> np.ndarray:
+    """The weight in float64."""
+    values = np.asarray(w.values).astype(np.float64)
+    if isinstance(w, Fp8):
+        scale = np.asarray(w.scale).repeat(128, axis=-2).repeat(128, axis=-1)
+        values *= scale[..., : values.shape[-2], : values.shape[-1]]
+    return values
 
 
-def wide(w: Narrow) -> np.ndarray:
-    """The weight in float64, expanded without its bits."""
-    return np.asarray(expand(without_bits(w), jnp.float32), np.float64)
+def case(*of: Any, fast: bool) -> Any:
+    """A case whose id names its kind, shape or rows, and whether there are matrix instructions."""
+    names = [getattr(x, "__name__", str(x)) for x in of[:-1]]
+    marks = () if fast else pytest.mark.rest
+    return pytest.param(*of, id="-".join([*names, "AMX" if of[-1] else "no AMX"]), marks=marks)
 
 
-@each_kind
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("matrices", [True, False], ids=["AMX", "no AMX"])
+# The matrix instructions are for bfloat16: they multiply nothing of FP8.
+PRODUCTS = [
+    case(kind, shape, matrices, fast=shape == SHAPES[3] or (shape == SHAPES[2] and not matrices))
+    for shape in SHAPES
+    for kind, matrices in ((bf16, True), (bf16, False), (fp8, False))
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "matrices"), [*PRODUCTS, case(fp8, SHAPES[2], True, fast=False)])
 def test_products_of_any_number_of_rows(rng, kind, shape, matrices):
     """One row, few, more than loops take, more than have their parts multiplied together, and many."""
     w = kind(rng, shape)
-    for rows in (1, 3, 9, 40, 80):
-        x = rng.normal(size=(1, rows, shape[-1])).astype(np.float32)
-        got = jax.jit(xla_cpu(matrices=matrices).products.linear)(x, w)
-        near(got, np.tensordot(x.astype(np.float64), wide(w), (2, -1)))
+    given = [rng.normal(size=(1, rows, shape[-1])).astype(np.float32) for rows in (1, 3, 9, 40, 80)]
+    linear = xla_cpu(matrices=matrices).products.linear
+    found = jax.jit(lambda given, w: [linear(rows, w) for rows in given])(given, w)
+    for x, got in zip(given, found, strict=True):
+        near(got, np.tensordot(x, wide(w), (2, -1)), shape[-1])
 
 
-@pytest.mark.parametrize("shape", [(3, 24, 40), (4, 128, 768)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 24, 40), pytest.param((4, 128, 768), marks=pytest.mark.rest)], ids=str)
 def test_products_by_head(rng, shape):
     """Of a layer's own weight and of one in a stack; heads that a cache holds together, and more."""
     stack = bf16(rng, (2, *shape))
-    for w in (Bf16(stack.values[1], stack.bits[1]), InStack(stack, jnp.int32(1))):
-        for rows in (1, 8, 9):
-            x, y = (rng.normal(size=(shape[0], rows, n)).astype(np.float32) for n in shape[1:])
-            want = wide(Bf16(stack.values[1]))
-            near(jax.jit(cpu_heads.inward)(x, w), np.einsum("nto,noi->nti", x.astype(np.float64), want))
-            near(jax.jit(cpu_heads.outward)(y, w), np.einsum("nti,noi->nto", y.astype(np.float64), want))
+    weights = Bf16(stack.values[1], stack.bits[1]), InStack(stack, jnp.int32(1))
+    given = [
+        tuple(rng.normal(size=(shape[0], rows, n)).astype(np.float32) for n in shape[1:])
+        for rows in (1, 8, 9)
+    ]
+
+    @jax.jit
+    def products(given, weights):
+        return [[(cpu_heads.inward(x, w), cpu_heads.outward(y, w)) for x, y in given] for w in weights]
+
+    want = wide(stack)[1]
+    for found in products(given, weights):
+        for (x, y), (inward, outward) in zip(given, found, strict=True):
+            near(inward, np.einsum("nto,noi->nti", x, want), shape[1])
+            near(outward, np.einsum("nti,noi->nto", y, want), shape[2])
 
 
 @each_kind
 def test_expansion_does_not_depend_on_the_bits(rng, kind):
     w = kind(rng, (256, 384))
-    np.testing.assert_array_equal(expand(w, jnp.float32), expand(without_bits(w), jnp.float32))
+    got, plainly = jax.jit(lambda *both: [expand(w, jnp.float32) for w in both])(w, without_bits(w))
+    np.testing.assert_array_equal(got, plainly)
+    np.testing.assert_array_equal(got, wide(w).astype(np.float32))
 
 
 @each_kind
@@ -87,10 +112,11 @@ def test_a_program_widens_no_weight_of_few_rows_in_memory(rng):
     assert memory.temp_size_in_bytes < 1024 * 1024
 
 
+@pytest.mark.rest
 @each_kind
 def test_a_program_widens_no_stack_of_experts_in_memory(rng, kind):
     """Of many rows, which visit an expert after the other: it looks up their bits."""
-    gate_up, down, rows = kind(rng, (32, 2, 256, 512)), kind(rng, (32, 512, 256)), 320
+    gate_up, down, rows = kind(rng, (32, 2, 128, 512)), kind(rng, (32, 512, 128)), 320
     r = Routing(jnp.zeros((rows, 2), jnp.int32), jnp.ones((rows, 2)))
     assert not cpu_experts.takes(gate_up, down, r.ids.size)
     routed = jax.jit(xla_cpu(matrices=True).experts.routed)
@@ -99,16 +125,24 @@ def test_a_program_widens_no_stack_of_experts_in_memory(rng, kind):
     assert memory.temp_size_in_bytes < np.prod(gate_up.shape)
 
 
-@each_kind
-@pytest.mark.parametrize("rows", [1, 4, 70])
-def test_routed_experts(rng, kind, rows):
+EXPERTS = [
+    *(case(rows, kind, False, fast=(rows == 4) == (kind is fp8)) for rows in (1, 4) for kind in (bf16, fp8)),
+    case(70, bf16, True, fast=True),
+    *(case(70, kind, False, fast=False) for kind in (bf16, fp8)),
+]
+
+
+@pytest.mark.parametrize(("rows", "kind", "matrices"), EXPERTS)
+def test_routed_experts(rng, rows, kind, matrices):
     """All pairs at once for few rows, an expert after the other for many."""
     gate_up, down = kind(rng, (6, 2, 128, 256)), kind(rng, (6, 256, 128))
     gate_up, down = (replace(w, scale=w.scale / 16) if isinstance(w, Fp8) else w for w in (gate_up, down))
     x = rng.normal(size=(rows, 256)).astype(np.float32) / 16
-    ids = jnp.asarray(np.stack([rng.permutation(6)[:2] for _ in range(rows)]), jnp.int32)
-    r = Routing(ids, jnp.asarray(rng.random((rows, 2)), jnp.float32))
-    want = moe.dense(without_bits(gate_up), without_bits(down), jnp.asarray(x), r, xla().products.product)
+    ids = np.stack([rng.permutation(6)[:2] for _ in range(rows)]).astype(np.int32)
+    r = Routing(jnp.asarray(ids), jnp.asarray(rng.random((rows, 2)), jnp.float32))
+    gate, up = np.einsum("eghi,ti->gteh", wide(gate_up), x)
+    each = np.einsum("eoh,teh->teo", wide(down), gate / (1 + np.exp(-gate)) * up)
+    want = np.einsum("tk,tko->to", r.weights, each[np.arange(rows)[:, None], ids])
     assert cpu_experts.takes(gate_up, down, r.ids.size) == (rows < 70)
-    got = jax.jit(xla_cpu().experts.routed)(gate_up, down, x, r)
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
+    got = jax.jit(xla_cpu(matrices=matrices).experts.routed)(gate_up, down, x, r)
+    near(got, want, 256 + 128 + 2)

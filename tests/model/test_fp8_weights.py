@@ -37,8 +37,9 @@ from mtp_jax.model.products.stream import summed
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.spec import may_be_narrow, scale_spec
 from mtp_jax.model.visible import chain
-from tests.golden import expected, model_dir
+from tests.golden import model_dir
 from tests.models import GREEDY, TINY, Reference, make_engine, prompts, rigged, serve
+from tests.rounding import near, of_model, roundoff
 
 # Every size of a weight is a multiple of what the kernels want, on two devices of `model` too.
 ALIGNED = replace(
@@ -79,13 +80,20 @@ def specs_of(variant: str) -> list[Spec]:
     return jax.tree.leaves(param_specs(kept(variant).config))
 
 
-@pytest.mark.parametrize("variant", ["fp8", "fp8_ue8m0"])
+@pytest.mark.parametrize("variant", ["fp8", pytest.param("fp8_ue8m0", marks=pytest.mark.rest)])
 def test_weights_stay_fp8_and_expand_to_what_loading_gives(variant):
     whole, params = load(model_dir(variant)).params, kept(variant).params
-    weights = jax.tree.leaves(params, is_leaf=is_narrow)
-    for own, want, spec in zip(weights, jax.tree.leaves(whole), specs_of(variant), strict=True):
-        matrix = own.reshape(*own.scale.shape[:-2], *spec.tensor_shape) if is_fp8(own) else own
-        np.testing.assert_array_equal(expand(matrix, jnp.float32).reshape(spec.shape), want)
+    weights, specs = jax.tree.leaves(params, is_leaf=is_narrow), specs_of(variant)
+
+    @jax.jit
+    def expanded(weights: list[Any]) -> list[jax.Array]:
+        def one(own: Any, spec: Spec) -> jax.Array:
+            matrix = own.reshape(*own.scale.shape[:-2], *spec.tensor_shape) if is_fp8(own) else own
+            return expand(matrix, jnp.float32).reshape(spec.shape)
+
+        return [one(*pair) for pair in zip(weights, specs, strict=True)]
+
+    jax.tree.map(np.testing.assert_array_equal, expanded(weights), jax.tree.leaves(whole))
     found, halves = fp8_leaves(params), [w for w in weights if isinstance(w, Bf16)]
     assert all(w.values.dtype == jnp.float8_e4m3fn and w.scale.dtype == jnp.float32 for w in found)
     assert is_fp8(params.layers[1].mlp.gate_up)
@@ -96,14 +104,6 @@ def test_weights_stay_fp8_and_expand_to_what_loading_gives(variant):
     of_fp8 = sum(3 * w.values.nbytes - w.scale.nbytes for w in found)
     assert halves
     assert saved == of_fp8 + sum(w.values.nbytes for w in halves)
-
-
-@pytest.mark.parametrize("on", [xla(experts="dense"), xla_cpu(form="absorbed")])
-def test_same_model_as_dequantised(on):
-    tokens = jnp.asarray(expected("fp8")["input_ids"])[None]
-    cfg = kept("fp8").config
-    run = jax.jit(lambda params: trunk.logits(params, trunk.forward(params, cfg, tokens, on)))
-    np.testing.assert_allclose(run(kept("fp8").params), run(load(model_dir("fp8")).params), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -118,6 +118,7 @@ def test_the_engine_decodes_the_same_tokens():
     assert all(len(tokens) == 12 for tokens in got)
 
 
+@pytest.mark.rest
 def test_drafts_are_those_of_dequantised_weights():
     """Of rows that a prompt left and rows that drafts did."""
     (prompt,) = prompts(1, shortest=20, vocab=kept("fp8").config.vocab_size)
@@ -129,7 +130,7 @@ def test_drafts_are_those_of_dequantised_weights():
     assert first == reference.logits(prompt)[-1].argmax()
     want, rows = reference.drafts([*prompt, first], 3)
     assert ids.tolist() == want
-    np.testing.assert_allclose(logits, rows, atol=1e-4)
+    near(logits, rows, 3 * of_model(whole.config, len(prompt) + 3))  # each draft is merged for the next
 
 
 def test_scales_follow_their_weights():
@@ -193,7 +194,7 @@ def quantised(w: np.ndarray, spec: Spec) -> Fp8:
     block: Any = (..., rows[:, None], columns)
     np.maximum.at(peaks, block, np.abs(matrix))
     values = matrix / (peaks / 448)[block]
-    return Fp8(jnp.asarray(values.reshape(spec.shape)).astype(jnp.float8_e4m3fn), jnp.asarray(peaks / 448))
+    return Fp8(jnp.asarray(values.reshape(spec.shape).astype(jnp.float8_e4m3fn)), jnp.asarray(peaks / 448))
 
 
 @functools.cache
@@ -204,7 +205,7 @@ def aligned() -> Params:
             name = name[0]
         if may_be_narrow(name) and spec.rows is None:
             return quantised(np.asarray(w), spec)
-        return w if spec.float32 else w.astype(jnp.bfloat16)
+        return w if spec.float32 else jnp.asarray(np.asarray(w).astype(jnp.bfloat16))
 
     return jax.tree.map(of, rigged(ALIGNED), param_specs(ALIGNED))
 
@@ -292,7 +293,12 @@ def distance(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.median(np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)))
 
 
-@pytest.mark.parametrize("form", ["absorbed", "naive"])
+# Six quantised activations of a layer follow each other. e4m3 has three bits behind the first: a value moves
+# by a sixteenth at most, whose standard deviation is 1 / sqrt(3) of it. Parts summed in bfloat16 add little.
+MOVED = np.sqrt(6 * ALIGNED.num_hidden_layers / 3) * 2**-4
+
+
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("naive", marks=pytest.mark.rest)])
 def test_kernels_compute_the_same_model(calls, form):
     want = plainly()
     assert not calls
@@ -302,23 +308,24 @@ def test_kernels_compute_the_same_model(calls, form):
     # Per layer q_a, q_b, kv_a, o; a dense MLP or a shared expert of two products; experts of two.
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
-    assert 0 < distance(got, want) < 0.1  # activations are quantised
+    assert 0 < distance(got, want) < MOVED
 
 
+@pytest.mark.rest
 def test_kernels_of_few_rows_read_them_where_they_lie(calls):
     got = hidden(aligned(), kernels(), slots=1)
     assert (calls.count("choose and lay out"), calls.count("arrange"), calls.count("grouped")) == (1, 0, 2)
-    assert 0 < distance(got, plainly()[:1]) < 0.1
+    assert 0 < distance(got, plainly()[:1]) < MOVED
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("data", [1, 2])
 def test_kernels_on_a_mesh(calls, data):
     want = plainly()
     got = hidden(aligned(), kernels(make_mesh(data, 2)))
     assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
-    # Parts are summed in bfloat16, whose rounding flips some of the values quantised next.
-    assert distance(got, want) < 0.1
+    assert distance(got, want) < MOVED
 
 
 def test_what_kernels_cannot_do_is_refused():
@@ -338,14 +345,19 @@ def test_experts_in_two_formats_are_left_to_xla():
         HopperProducts(strict=True).runs("experts", check_experts, x, experts.gate_up, plain)
 
 
-def test_on_a_cpu_nothing_chooses_a_kernel(calls):
+@pytest.mark.parametrize("features", [{"avx2"}, {"avx2", "amx_bf16"}], ids=["no AMX", "AMX"])
+def test_on_a_cpu_nothing_chooses_a_kernel(features, calls, monkeypatch):
+    monkeypatch.setattr("mtp_jax.model.device.processor_features", lambda: features)
+    assert multiplies_bf16() == ("amx_bf16" in features)
     assert backend() == xla_cpu(matrices=multiplies_bf16())
-    hidden(aligned(), backend())
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    jax.eval_shape(lambda p, tokens: trunk.forward(p, ALIGNED, tokens, backend()), aligned(), tokens)
     assert not calls
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
-def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, monkeypatch):
+def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, monkeypatch, rng):
     modules = by_kernels.mla_low_rank, by_kernels.mla_absorb, by_kernels.mla_decode
     real = {m: getattr(m, m.__name__.split(".")[1]) for m in modules}
 
@@ -360,14 +372,16 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
     for module, function in real.items():
         monkeypatch.setattr(module, function.__name__, reference(module))
         monkeypatch.setattr(module, "check", lambda *_: None)
-    rng, cfg = np.random.default_rng(0), ALIGNED
+    cfg = ALIGNED
     positions = jnp.asarray([[0, 1], [6, 7], [-1, -1], [3, 4]])
     # Numbers are a device's own: of two devices, each has half of the slots and pages.
     table = jnp.asarray([[4, 0], [2, 3], [5, 5], [1, 0]])
     start = positions[:, 0]
     view = PagedView(table, positions, chain(start, jnp.where(start < 0, 0, 2)))
-    x = jnp.asarray(rng.normal(size=(4, 2, cfg.hidden_size)), jnp.bfloat16)
-    pages = jnp.asarray(rng.normal(size=(12, 4, cfg.latent_dim)), jnp.bfloat16)
+    x, pages = (
+        jnp.asarray(rng.normal(size=shape).astype(jnp.bfloat16))
+        for shape in ((4, 2, cfg.hidden_size), (12, 4, cfg.latent_dim))
+    )
     empty = empty_cache(12, 4, cfg, 0, jnp.bfloat16, fp8=cache == "fp8")
     given = empty.stored(Entries(pages), cfg.row)
     mesh = make_mesh(data, 2) if data > 1 else None
@@ -390,18 +404,19 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
     got, by_kernel = run("linear", "attention")
     assert [calls.count(f.__name__) for f in real.values()] == [1, 1, 1]
     slots = [0, 1, 3]
-    assert np.linalg.norm(got[slots] - want[slots]) < 0.02 * np.linalg.norm(want[slots])
+    # Either side rounds ten results to bfloat16 one after the other.
+    moved = np.sqrt(2 * 10) * roundoff(jnp.bfloat16)
+    assert np.linalg.norm(got[slots] - want[slots]) < moved * np.linalg.norm(want[slots])
     # The kernel drops rows of no position; XLA writes them to a device's last page.
     written = np.arange(12) % (12 // data) != 12 // data - 1
-    for a, b in zip(jax.tree.leaves(by_kernel), jax.tree.leaves(by_xla), strict=True):
-        same = np.asarray(a == b)[written]
-        assert same.mean() > 0.99  # but for the last bit of some
-    changed = jax.tree.leaves(by_kernel)[0] != jax.tree.leaves(given)[0]
-    assert int(changed[written].any(axis=-1).sum()) == 6
+    ours, theirs, before = (jax.tree.leaves(jax.device_get(c)) for c in (by_kernel, by_xla, given))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a == b)[written].mean() > 0.99  # but for the last bit of some
+    assert (ours[0] != before[0])[written].any(axis=-1).sum() == 6
 
 
-@pytest.mark.parametrize("form", ["absorbed", "naive"])
-def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("naive", marks=pytest.mark.rest)])
+def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch, rng):
     def reference(module: Any, name: str) -> None:
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kw: real(*args, **kw | {"implementation": "xla"}))
@@ -409,7 +424,7 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
 
     reference(by_kernels.mla_decode, "mla_decode")
     reference(by_kernels.mla_prefill, "mla_prefill")
-    rng, (slots, window, heads, nope, rope, rank) = np.random.default_rng(1), (3, 2, 4, 8, 4, 16)
+    slots, window, heads, nope, rope, rank = 3, 2, 4, 8, 4, 16
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape) / math.sqrt(shape[-1]), jnp.float32)
@@ -421,6 +436,10 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch):
     ups, rows = (normal(heads, nope, rank), normal(heads, 8, rank)), normal(slots, window, rank + rope)
     cache = xla().write_rows(LayerCache(normal(7, 4, rank + rope)), LayerCache(rows), table, positions)
     source = Paged(cache, view, RowFormat(rank + rope, (rank, rank + rope), rank, 128))
-    want, got = (on.latent.attend(q, Ups(*ups), source, 0.3) for on in (xla(), mosaic_gpu(strict=True)))
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    want, got = (
+        jax.jit(on.latent.attend, static_argnums=3)(q, Ups(*ups), source, 0.3)
+        for on in (xla(), mosaic_gpu(strict=True))
+    )
+    # Keys or queries from the latents, scores, a sum over the rows, values from the latents.
+    near(got, want, 2 * rank + nope + rope + 8)
     assert not np.asarray(got[2]).any()

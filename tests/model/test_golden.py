@@ -16,8 +16,10 @@ from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Way
+from mtp_jax.model.narrow import Bf16, Fp8
 from mtp_jax.model.params import Params
 from tests.golden import DECODED_FAST, LOW_PRECISION, VARIANTS, expected, model_dir
+from tests.rounding import near, of_model, roundoff
 
 BACKENDS = (
     *(xla(form=form, experts=experts) for form in get_args(Form) for experts in get_args(Way)),
@@ -27,8 +29,25 @@ NAIVE, ABSORBED = xla(experts="dense"), xla_cpu(form="absorbed")
 
 
 @functools.cache
-def loaded(variant: str, dtype: str = "float32") -> Loaded:
-    return load(model_dir(variant), dtype=dtype)
+def loaded(variant: str, dtype: str = "float32", narrow: Any = "dequantise") -> Loaded:
+    """The checkpoint. Variants that differ in their files' formats alone share programs."""
+    found = load(model_dir(variant), dtype=dtype, narrow=narrow)
+    return replace(found, config=replace(found.config, dtype=dtype, fp8=False))
+
+
+SCORES: list[np.ndarray] = []
+
+
+@functools.cache
+def watched(on: Backend) -> Backend:
+    """The same backend, whose indexers add the scores that they choose from to ``SCORES``."""
+
+    class Watched(type(on.latent)):
+        def best(self, found: jax.Array, count: int) -> jax.Array:
+            jax.debug.callback(lambda a: SCORES.append(np.asarray(a)), found[0], ordered=True)
+            return super().best(found, count)
+
+    return replace(on, latent=Watched(**vars(on.latent)))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "on"))
@@ -37,18 +56,26 @@ def forward(params: Params, tokens: jax.Array, cfg: ModelConfig, on: Backend) ->
     traced = trunk.forward_traced(params, cfg, tokens, on, range(cfg.num_hidden_layers + 1))
     out = {"resid": jnp.stack([*traced.taps.values()], axis=1), "hidden": traced.hidden}
     out |= {"logits": trunk.logits(params, traced.hidden), "routing": traced.routing}
-    z = traced.hidden
+    z, chosen = traced.hidden, [(c, tokens.shape[1]) for c in traced.choices]
     for k in range(cfg.num_nextn_predict_layers):
         rows = tokens.shape[1] - 1 - k
-        z = nextn.teacher_forced(params, cfg, k, tokens[:, 1 + k :], z[:, :rows], on)
+        given = draft_module.Pass(tokens[:, 1 + k :], z[:, :rows], jnp.arange(rows)[None])
+        z, *_, choice = draft_module.run(nextn.NextNLayers(cfg), params, on, k, given, None)
         out |= {f"mtp_hidden.{k}": z, f"mtp_logits.{k}": nextn.logits(params, k, z)}
-    return out
+        chosen.append((choice, rows))
+    masks = (indexer.chosen_mask(own, rows) for choice, rows in chosen for own in choice if own is not None)
+    return out | {"chosen": list(masks)}
 
 
 @functools.cache
-def computed(variant: str, on: Backend, dtype: str = "float32") -> dict[str, Any]:
-    found = loaded(variant, dtype)
-    return forward(found.params, jnp.asarray(expected(variant)["input_ids"])[None], found.config, on)
+def computed(variant: str, on: Backend, narrow: str = "dequantise") -> dict[str, Any]:
+    """What ``forward`` gives for the prompt, and the scores of indexers."""
+    found = loaded(variant, narrow=narrow)
+    tokens = expected(variant)["input_ids"][None]
+    SCORES.clear()
+    out = forward(found.params, tokens, found.config, watched(on) if found.config.indexer else on)
+    jax.effects_barrier()
+    return jax.device_get(out) | {"scores": list(SCORES)}
 
 
 def show(case: Any) -> str:
@@ -57,62 +84,34 @@ def show(case: Any) -> str:
     return f"{type(case.products).__name__}-{case.latent.form}-{case.experts.way}"
 
 
-SPARSE = tuple(v for v in VARIANTS if v.startswith("dsa_"))
-
-
-@pytest.mark.parametrize(
-    ("variant", "on"),
-    [
-        # One of each form, and in the absorbed form of attention the one whose layers choose for others.
-        pytest.param(v, on, marks=() if v in fast else pytest.mark.slow)
-        for v in SPARSE
-        for on, fast in ((NAIVE, ("dsa_v32", "dsa_glm5", "dsa_glm52")), (ABSORBED, ("dsa_glm52",)))
-    ],
-    ids=show,
-)
-def test_the_same_entries_are_chosen(variant: str, on: Backend):
-    scores: list[np.ndarray] = []
-
-    class Watched(type(on.latent)):
-        def best(self, found: jax.Array, count: int) -> jax.Array:
-            jax.debug.callback(scores.append, found[0], ordered=True)
-            return super().best(found, count)
-
-    on = replace(on, latent=Watched(**vars(on.latent)))
-    found, want = loaded(variant), expected(variant)
-    cfg, tokens = found.config, jnp.asarray(want["input_ids"])[None]
-    positions = jnp.arange(tokens.shape[1] - 1)[None]
-
-    @jax.jit
-    def choices_of(params: Params) -> list[Any]:
-        traced = trunk.forward_traced(params, cfg, tokens, on)
-        given = draft_module.Pass(tokens[:, 1:], traced.hidden[:, :-1], positions)
-        drafted = draft_module.run(nextn.NextNLayers(cfg), params, on, 0, given, None)
-        return [*traced.choices, drafted[-1]]
-
-    choices = choices_of(found.params)
-    jax.effects_barrier()
-    names = [f"index_set.{i}" for i in range(cfg.num_hidden_layers)] + ["mtp_index_set.0"]
-    for name, (chosen,) in zip(names, choices, strict=True):
-        assert chosen is not None
-        got = indexer.chosen_mask(chosen, len(want[name]))[0]
-        np.testing.assert_array_equal(got, want[name], err_msg=name)
-    names = [f"index_scores.{i}" for i in range(cfg.num_hidden_layers) if cfg.indexes(i)]
-    for name, got in zip([*names, "mtp_index_scores.0"], scores, strict=True):
-        finite = np.isfinite(want[name])
-        np.testing.assert_array_equal(np.isfinite(got), finite)
-        np.testing.assert_allclose(got[finite], want[name][finite], rtol=0, atol=1e-4, err_msg=name)
+def terms(variant: str) -> int:
+    """Roundings of either side: the numbers are computed in float32, too."""
+    return of_model(loaded(variant).config, len(expected(variant)["input_ids"]))
 
 
 def agrees(variant: str, out: dict[str, Any]) -> None:
-    for name, got in out.items():
-        if name == "routing":
-            continue
-        want = expected(variant)[name]
-        # 2e-4 is several times the rounding of both sides. It grows with the largest value: the logits of
-        # `tied` reach 50, and the expected ones are 1.5e-4 off a float64 evaluation, ours 0.9e-4.
-        tolerance = max(2e-4, 1e-5 * np.abs(want).max())
-        np.testing.assert_allclose(got[0], want, rtol=0, atol=tolerance, err_msg=name)
+    """Assert that hidden states, logits, experts and rows for attention are the oracle's."""
+    want = expected(variant)
+    for name in out.keys() - {"routing", "chosen", "scores"}:
+        near(out[name][0], want[name], terms(variant), name=name)
+    cfg = loaded(variant).config
+    layers = [i for i in range(cfg.num_hidden_layers) if cfg.is_moe(i)]
+    for layer, r in zip(layers, out["routing"], strict=True):
+        dense = want[f"router_dense.{layer}"]
+        got = np.zeros_like(dense)
+        np.put_along_axis(got, r.ids[0], r.weights[0], axis=-1)
+        np.testing.assert_array_equal(got != 0, dense != 0)
+        near(got, dense, terms(variant))
+    if not cfg.indexer:
+        return
+    names = [f"index_set.{i}" for i in range(cfg.num_hidden_layers)] + ["mtp_index_set.0"]
+    for name, chosen in zip(names, out["chosen"], strict=True):
+        np.testing.assert_array_equal(chosen[0], want[name], err_msg=name)
+    names = [f"index_scores.{i}" for i in range(cfg.num_hidden_layers) if cfg.indexes(i)]
+    for name, got in zip([*names, "mtp_index_scores.0"], out["scores"], strict=True):
+        finite = np.isfinite(want[name])
+        np.testing.assert_array_equal(np.isfinite(got), finite)
+        near(got[finite], want[name][finite], terms(variant), name=name)
 
 
 # One of each kind of attention, with experts by groups or without, runs in every form and with all experts.
@@ -129,52 +128,58 @@ ONE_FORM = (
 )
 
 
-def is_slow(variant: str, on: Backend) -> bool:
+def marks(variant: str, on: Backend) -> Any:
     """Variants that are decoded, on ``xla_cpu``, are held to the same oracle's tokens there."""
     once = variant in DECODED_FAST or variant in ONE_FORM
-    return on not in BOTH_HALVES[: 4 if variant in KINDS else 1 if once else 2]
+    if on not in BOTH_HALVES[: 4 if variant in KINDS else 1 if once else 2]:
+        return pytest.mark.slow
+    return () if variant in KINDS and on == ABSORBED else pytest.mark.rest
 
 
 @pytest.mark.parametrize(
     ("variant", "on"),
-    [
-        pytest.param(v, on, marks=pytest.mark.slow if is_slow(v, on) else ())
-        for v in VARIANTS
-        for on in BACKENDS
-    ],
+    [pytest.param(v, on, marks=marks(v, on)) for v in VARIANTS for on in BACKENDS],
     ids=show,
 )
 def test_float32_agrees(variant: str, on: Backend):
     agrees(variant, computed(variant, on))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_router_chooses_the_same_experts(variant: str):
-    cfg, routing = loaded(variant).config, computed(variant, NAIVE)["routing"]
-    layers = [i for i in range(cfg.num_hidden_layers) if cfg.is_moe(i)]
-    assert len(layers) == len(routing)
-    for layer, r in zip(layers, routing, strict=True):
-        want = expected(variant)[f"router_dense.{layer}"]
-        got = np.zeros_like(want)
-        np.put_along_axis(got, np.asarray(r.ids[0]), np.asarray(r.weights[0]), axis=-1)
-        np.testing.assert_array_equal(got != 0, want != 0)
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+@pytest.mark.parametrize(
+    ("variant", "on", "kind"),
+    [
+        ("bf16", xla_cpu(form="absorbed", matrices=True), Bf16),
+        pytest.param("bf16", ABSORBED, Bf16, marks=pytest.mark.rest),
+        ("fp8", ABSORBED, Fp8),
+        pytest.param("fp8", NAIVE, Fp8, marks=pytest.mark.rest),
+    ],
+    ids=["bf16 AMX", "bf16", "fp8", "fp8 XLA"],
+)
+def test_narrow_weights_are_multiplied_as_they_are(variant: str, on: Backend, kind: type):
+    """By loops and, without them on any processor, by matrix instructions for bfloat16."""
+    layer = loaded(variant, narrow="keep").params.layers[0]
+    assert isinstance(layer.mlp.down, kind)
+    agrees(variant, computed(variant, on, "keep"))
 
 
+# Results of a layer that are rounded to bfloat16 one after the other: thirteen of attention, seven of an MLP.
+ROUNDED = 20
+
+
+@pytest.mark.rest
 @pytest.mark.parametrize("variant", LOW_PRECISION)
 def test_bfloat16_is_near(variant: str):
     found, want = loaded(variant, "bfloat16"), expected(variant)
-    # The three differ in their files only, and share one compiled program.
-    cfg = replace(found.config, dtype="bfloat16", fp8=False)
-    out = forward(found.params, jnp.asarray(want["input_ids"])[None], cfg, ABSORBED)
+    cfg = found.config
+    out = jax.device_get(forward(found.params, want["input_ids"][None], cfg, ABSORBED))
     assert out["hidden"].dtype == jnp.bfloat16
     assert out["logits"].dtype == jnp.float32
-    for name in ("logits", "mtp_logits.0"):
-        error = np.abs(out[name][0] - want[name])
+    for name, layers in (("logits", cfg.num_hidden_layers), ("mtp_logits.0", cfg.num_hidden_layers + 1)):
+        off = np.linalg.norm(out[name][0] - want[name], axis=-1)
+        most = np.sqrt(ROUNDED * layers) * roundoff(jnp.bfloat16) * np.linalg.norm(want[name], axis=-1)
         # A row where rounding flips the choice of an expert is off by more: rare, but it depends on the
-        # machine.
-        assert np.mean(error.max(axis=-1) < 0.25) >= 0.9, name
-        assert error.mean() < 0.1, name
+        # machine. The others' norms average their values' errors.
+        assert np.mean(off < most) >= 0.9, name
     assert np.mean(np.argmax(out["logits"][0], -1) == np.argmax(want["logits"], -1)) >= 0.9
 
 
@@ -195,11 +200,15 @@ def drafted(
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=() if v in KINDS else pytest.mark.slow) for v in VARIANTS]
+    "variant",
+    [
+        pytest.param(v, marks=() if v == "v3" else pytest.mark.rest if v in KINDS else pytest.mark.slow)
+        for v in VARIANTS
+    ],
 )
 def test_recursive_drafts_agree(variant: str):
     want, found = expected(variant), loaded(variant)
-    ids, out = want["input_ids"], computed(variant, NAIVE)
+    ids, out = want["input_ids"], computed(variant, ABSORBED if variant in KINDS else NAIVE)
     count, last = len(want["draft_rec_ids"]), len(ids) - 1
     tokens = np.zeros((1, len(ids) + count), np.int32)
     tokens[0, : last + 1] = [*ids[1:], np.argmax(want["logits"][-1])]
@@ -208,8 +217,7 @@ def test_recursive_drafts_agree(variant: str):
     for j in range(count):
         z, logits = drafted(found.params, tokens, rows, found.config)
         row = np.asarray(logits)[0, last + j]
-        tolerance = max(2e-4, 1e-5 * np.abs(row).max())
-        np.testing.assert_allclose(row, want["draft_rec_logits"][j], rtol=0, atol=tolerance)
+        near(row, want["draft_rec_logits"][j], (j + 1) * terms(variant))
         assert np.argmax(row) == want["draft_rec_ids"][j]
         tokens[0, last + 1 + j] = np.argmax(row)
         rows[:, last + 1 + j] = z[:, last + j]

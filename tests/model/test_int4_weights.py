@@ -1,5 +1,6 @@
 """Experts that stay packed in four bits: the same model as with their values in full."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from mtp_jax.model.narrow import Int4, expand, is_narrow
 from mtp_jax.model.params import Attention, Moe, Params
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.int4_files import CONFIG, Models, write_models
-from tests.models import GREEDY, Reference, Told, accepted, make_engine, prompts, serve
+from tests.models import GREEDY, Reference, Told, accepted, apart, make_engine, prompts, serve
+from tests.rounding import near, of_model
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +48,30 @@ def experts(params: Params) -> Iterator[Any]:
             yield from (layer.mlp.gate_up, layer.mlp.down)
 
 
-PLAINLY = xla()
+PLAINLY, CPU, LENGTH = xla(), xla_cpu(form="absorbed"), 9
+
+
+@functools.partial(jax.jit, static_argnames="on")
+def _forward(params: Params, on: Backend) -> jax.Array:
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, LENGTH)))
+    hidden = trunk.forward(params, CONFIG, tokens, on)
+    drafted = nextn.teacher_forced(params, CONFIG, 0, tokens, hidden, on)
+    return jnp.stack([trunk.logits(params, hidden), nextn.logits(params, 0, drafted)])
 
 
 def forward(params: Params, on: Backend = PLAINLY) -> np.ndarray:
     """Logits of the trunk and of the NextN layer behind it."""
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 9)))
-
-    def run(params: Params) -> jax.Array:
-        hidden = trunk.forward(params, CONFIG, tokens, on)
-        drafted = nextn.teacher_forced(params, CONFIG, 0, tokens, hidden, on)
-        both = [trunk.logits(params, hidden), nextn.logits(params, 0, drafted)]
-        return jnp.stack(both)
-
-    return np.asarray(jax.jit(run)(params), np.float64)
+    return np.asarray(_forward(params, on), np.float64)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def same(got: np.ndarray, want: np.ndarray) -> None:
+    near(got, want, of_model(CONFIG, LENGTH))
+
+
+expanded = jax.jit(expand, static_argnums=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.rest)])
 def test_experts_expand_to_their_values_rounded_once(models, dtype):
     packed, plain = (load(path, dtype=dtype).params for path in (models.packed, models.plain))
     kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -72,7 +81,7 @@ def test_experts_expand_to_their_values_rounded_once(models, dtype):
         assert isinstance(own, Int4)
         assert (own.words.dtype, own.scale.dtype) == (jnp.int32, jnp.bfloat16)
         assert own.shape == want.shape
-        np.testing.assert_array_equal(expand(own, kinds[dtype]), want)
+        np.testing.assert_array_equal(expanded(own, kinds[dtype]), want)
 
 
 def test_four_bits_and_their_scales_are_all_that_is_in_memory(packed, plain):
@@ -84,14 +93,16 @@ def test_four_bits_and_their_scales_are_all_that_is_in_memory(packed, plain):
     assert of_trunk(packed.params).expert < of_trunk(plain.params).expert / 6
 
 
-@pytest.mark.parametrize("on", [xla(experts="dense"), xla(), xla_cpu(form="absorbed")])
+@pytest.mark.parametrize("on", apart([xla(experts="dense"), xla(), CPU], CPU))
 def test_same_logits(packed, plain, on):
-    np.testing.assert_allclose(forward(packed.params, on), forward(plain.params, on), atol=1e-4)
+    same(forward(packed.params, on), forward(plain.params, PLAINLY))
 
 
+@pytest.mark.rest
 def test_same_logits_in_bfloat16(models):
+    """Weights are equal, sums may be in another order: about twenty results of a layer are rounded."""
     got, want = (forward(load(path, dtype="bfloat16").params) for path in (models.packed, models.plain))
-    np.testing.assert_array_equal(got, want)
+    near(got, want, 20 * (CONFIG.num_hidden_layers + 1), jnp.bfloat16)
 
 
 def test_dequantised_at_load(models, plain):
@@ -143,13 +154,14 @@ def test_same_tokens_at_any_depth_in_bfloat16(models):
     )
 
 
+@pytest.mark.rest
 def test_experts_are_split_over_eight_devices(models, packed):
     mesh = make_mesh(2, 4)
     split = load(models.packed, mesh=mesh).params
     for own, want in zip(experts(split), experts(packed.params), strict=True):
         for array, whole in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
             assert {s.data.nbytes for s in array.addressable_shards} == {whole.nbytes // 8}
-    np.testing.assert_allclose(forward(split, xla(mesh=mesh)), forward(packed.params), atol=1e-4)
+    same(forward(split, xla(mesh=mesh)), forward(packed.params))
 
 
 @pytest.mark.slow
@@ -159,13 +171,14 @@ def test_same_tokens_over_eight_devices(models, plain):
     as_told(serve(make_engine(split, CONFIG, mesh=mesh), JOBS), told(plain))
 
 
+@pytest.mark.rest
 def test_no_kernel_multiplies_them(packed, plain):
     """Where a kernel must, that is an error; where it may, XLA does it."""
     given: dict[str, Any] = {"kernels": frozenset(("linear", "experts"))}
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, packed.params)
     with pytest.raises(ConfigError, match="weights are Int4, must be FP8 or arrays"):
         forward(half, mosaic_gpu(**given, strict=True))
-    np.testing.assert_allclose(forward(packed.params, mosaic_gpu(**given)), forward(plain.params), atol=1e-4)
+    same(forward(packed.params, mosaic_gpu(**given)), forward(plain.params))
 
 
 @pytest.mark.parametrize(("group", "kind"), [(8, np.float16), (16, np.float32), (32, np.float16)])
@@ -174,9 +187,10 @@ def test_other_groups_and_scales(tmp_path: Path, group: int, kind: type):
     packed, plain = load(models.packed).params, load(models.plain).params
     for own, want in zip(experts(packed), experts(plain), strict=True):
         assert own.scale.dtype == kind
-        np.testing.assert_array_equal(expand(own, jnp.float32), want)
+        np.testing.assert_array_equal(expanded(own, jnp.float32), want)
 
 
+@pytest.mark.rest
 def test_linear_layers_may_be_packed_too(tmp_path: Path):
     """Those whose matrix is the parameter stay packed; what is split into heads is dequantised."""
     models = write_models(
@@ -188,13 +202,12 @@ def test_linear_layers_may_be_packed_too(tmp_path: Path):
     assert isinstance(layer.attention.q_a, Int4)
     assert isinstance(layer.mlp.down, Int4)
     assert not is_narrow(layer.attention.o)
-    np.testing.assert_allclose(forward(packed.params), forward(plain.params), atol=1e-4)
+    same(forward(packed.params), forward(plain.params))
     with pytest.raises(ConfigError, match="48 of mlp do not divide over 2 devices in int4 blocks of 16"):
         load(models.packed, mesh=make_mesh(1, 2))
 
 
-def test_any_rectangle():
-    rng = np.random.default_rng(0)
+def test_any_rectangle(rng):
     words = rng.integers(-(2**31), 2**31, (5, 6), dtype=np.int32)
     scale = rng.uniform(0.1, 2, (5, 2)).astype(np.float32)
     whole = np.empty((5, 48), np.float32)

@@ -16,10 +16,9 @@ from mtp_jax.model import stack
 from mtp_jax.model.backend import xla, xla_cpu
 from mtp_jax.model.narrow import Bf16, is_narrow, nbytes, with_bits
 from mtp_jax.model.params import Layer, Params
-from mtp_jax.model.products.cpu import CpuProducts
-from mtp_jax.model.products.plain import Products
 from mtp_jax.model.stack import Stack
-from tests.models import GREEDY, TINY, accepted, forget_programs, make_engine, prompts, rigged, serve
+from tests.models import GREEDY, TINY, accepted, make_engine, prompts, rigged, serve
+from tests.rounding import near, of_model
 
 # One dense layer, then two MoE layers alike.
 CFG = replace(TINY, num_hidden_layers=3)
@@ -29,7 +28,7 @@ def narrow(layer: Layer) -> Layer:
     """The layer as a bfloat16 checkpoint is kept on a CPU."""
 
     def weight(w: Any) -> Any:
-        return with_bits(Bf16(jnp.asarray(w, jnp.bfloat16))) if w.ndim > 1 else w
+        return with_bits(Bf16(jnp.asarray(np.asarray(w).astype(jnp.bfloat16)))) if w.ndim > 1 else w
 
     kept = jax.tree.map(weight, layer)
     wide = {n: getattr(layer.mlp, n) for n in ("router", "bias") if hasattr(layer.mlp, n)}
@@ -51,32 +50,32 @@ def in_groups(engine: Engine) -> list[int]:
     return [len(g) if isinstance(g, Stack) else 1 for g in local_runner(engine).params.layers]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, apart: bool) -> tuple[Engine, Any, Any]:
-    """An engine with layers in stacks or apart, what it answers to long and short prompts, and its pages."""
-    forget_programs()
-    with monkeypatch.context() as patch:
-        if apart:
-            patch.setattr(CpuProducts, "reads_stacks", Products.reads_stacks)
-        engine = make_engine(params(), CFG, num_speculative_tokens=3, max_model_len=128)
-        jobs = [(p, GREEDY) for p in (*prompts(3), *prompts(1, shortest=40))]
-        requests = [serve(engine, [job], exactly=True)[0] for job in jobs]
-        runner = local_runner(engine)
-        runner.compile([PageKey(2)])
-        pages = runner.do(ReadPages(0, (1, 3))).read()
-    forget_programs()
+def run(*features: str) -> tuple[Engine, Any, Any]:
+    """An engine on such a processor, what it answers to long and short prompts, and its pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtp_jax.model.device.processor_features", lambda: features)
+        engine = make_engine(params(), CFG, num_speculative_tokens=1, max_model_len=128)
+    jobs = [(p, GREEDY) for p in (*prompts(3), *prompts(1, shortest=40))]
+    requests = [serve(engine, [job], exactly=True)[0] for job in jobs]
+    runner = local_runner(engine)
+    runner.compile([PageKey(2)])
+    pages = runner.do(ReadPages(0, (1, 3))).read()
     return engine, [(r.progress.output, accepted(r)) for r in requests], pages
 
 
 @pytest.fixture(scope="module")
 def stacked() -> tuple[Engine, Any, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        return run(patch, apart=False)
+    return run("avx2")
 
 
-def test_a_stack_computes_what_its_layers_compute(stacked, monkeypatch):
-    """Tokens, acceptance and pages, those of other layouts included: a page has one form."""
+@pytest.mark.rest
+def test_a_stack_computes_what_its_layers_compute(stacked):
+    """Tokens, acceptance and pages, those of other layouts included: a page has one form.
+
+    Layers are apart where matrix instructions multiply them, which is another form of every product.
+    """
     together, said, pages = stacked
-    apart, expected, wanted = run(monkeypatch, apart=True)
+    apart, expected, wanted = run("avx2", "amx_bf16")
     assert in_groups(together) == [1, 2]
     assert in_groups(apart) == [1, 1, 1]
     assert said == expected
@@ -84,7 +83,7 @@ def test_a_stack_computes_what_its_layers_compute(stacked, monkeypatch):
     assert local_runner(together).page_bytes == local_runner(apart).page_bytes
     assert [a.shape for a in pages] == [a.shape for a in wanted]
     for got, want in zip(pages, wanted, strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-5)
+        near(got, want, of_model(CFG, 64))
     runner = local_runner(together)
     runner.do(WritePages(0, (5, 2), wanted))
     for got, want in zip(runner.do(ReadPages(0, (5, 2))).read(), wanted, strict=True):
@@ -118,6 +117,7 @@ def test_only_what_is_read_in_place_is_stacked(on, groups):
     assert [len(g) for g in on.arranged(rigged(CFG).layers)] == [1, 1, 1]
 
 
+@pytest.mark.rest
 def test_no_weight_is_copied_out_of_its_stack(stacked):
     """No fusion of a step gives a weight of one layer, in its own width or widened."""
     runner = local_runner(stacked[0])
