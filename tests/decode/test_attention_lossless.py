@@ -47,7 +47,7 @@ def check(cfg, verifier):
 @pytest.mark.parametrize(
     ("cfg", "verifier"),
     [
-        pytest.param(SPARSE, "block", id="sparse-block"),
+        pytest.param(SPARSE, "block", id="sparse-block", marks=pytest.mark.rest),
         pytest.param(GQA, "coupled", id="gqa-coupled", marks=pytest.mark.slow),
         pytest.param(SPARSE, "coupled", id="sparse-coupled", marks=pytest.mark.slow),
         pytest.param(GQA, "block", id="gqa-block", marks=pytest.mark.slow),
@@ -86,6 +86,7 @@ def test_lossless_where_drafts_share_a_choice(verifier):
     check(SHARING, verifier)
 
 
+@pytest.mark.rest
 def test_it_is_another_law_than_that_of_dense_attention():
     case = Case(build(SPARSE), cfg=SPARSE)
     got = emitted("sampled", "block", False, case)

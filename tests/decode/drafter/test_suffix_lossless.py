@@ -17,7 +17,7 @@ PROMPT = (3, 3, 1, 2, 1, 2, 0, 3, 0)
 
 
 def case(drafter: Drafter) -> Case:
-    return Case(drafter, PROMPT, rows=2500, page=32)
+    return Case(drafter, PROMPT, page=32)
 
 
 MIXED, EVERY = case(Suffix(build(CFG), shortest=2)), case(Suffix(build(CFG), shortest=1))
@@ -58,7 +58,10 @@ def test_lossless_where_the_likeliest_drafts_are_verified():
 
 @pytest.mark.parametrize(
     ("what", "grammar"),
-    [pytest.param(EVERY, True, id="every", marks=pytest.mark.slow), pytest.param(ALONE, False, id="alone")],
+    [
+        pytest.param(EVERY, True, id="every", marks=pytest.mark.slow),
+        pytest.param(ALONE, False, id="alone", marks=pytest.mark.rest),
+    ],
 )
 def test_lossless_with_hardly_anything_else(what, grammar):
     got = emitted("sampled", "block", grammar, what)
@@ -67,6 +70,7 @@ def test_lossless_with_hardly_anything_else(what, grammar):
     assert got.suffix_accepted.sum() / got.suffix_drafted.sum() > 0.2
 
 
+@pytest.mark.rest
 def test_alone_there_are_drafts_where_there_are_matches():
     got = emitted("sampled", "block", False, ALONE)
     np.testing.assert_array_equal(got.drafted, got.suffix_drafted)
