@@ -71,7 +71,7 @@ PLAIN = Case(build(CFG))
 
 @functools.cache
 def params(cfg: ModelConfig = CFG) -> Params:
-    return rigged(cfg, seed=1, loud=0.5, noise=0.1, contrast=0.5)
+    return rigged(cfg, seed=8, loud=0.7, noise=0.1, contrast=0.5)
 
 
 def start(depths: np.ndarray, case: Case) -> State:

@@ -45,6 +45,7 @@ def test_one_draw_has_the_law(rng):
     assert stats.chisquare(seen[kept], wanted / wanted.sum() * N).pvalue > 0.01
 
 
+@pytest.mark.rest
 def test_many_equal_tokens_are_drawn_alike():
     """Where thousands compete, the winner's noise is far out in its tail: ties there would favour low ids."""
     size, rows = 4096, 2000

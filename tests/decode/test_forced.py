@@ -174,9 +174,10 @@ def told(requests: list[Request]) -> list[list[int]]:
     return [r.progress.output for r in requests]
 
 
+@pytest.mark.rest
 def test_an_engine_emits_drafts_and_then_the_models_own_token():
     """Greedy, over rows of several lengths; the drafts are those that the drafter makes of the text."""
-    reference = Reference(POOR)
+    reference = Reference(POOR, longest=128)
     jobs = [(p, replace(GREEDY, max_tokens=24, seed=i)) for i, p in enumerate(prompts(4))]
     assert sum(sum(reference.speculate(p, 24, DEPTH).accepted) for p, _ in jobs) < 20
     found = serve(make_engine(POOR, num_speculative_tokens=DEPTH, synthetic_acceptance=2.5), jobs)
@@ -209,7 +210,7 @@ def test_a_length_of_one_is_the_models_own_text(params):
     """Its tokens are drawn as a step without drafts draws them."""
     jobs = [(p, replace(params, seed=i)) for i, p in enumerate(prompts(3))]
     if params == GREEDY:
-        plain = [Reference(POOR).speculate(p, params.max_tokens).ids for p, _ in jobs]
+        plain = [Reference(POOR, longest=128).speculate(p, params.max_tokens).ids for p, _ in jobs]
     else:
         plain = told(serve(make_engine(POOR, num_speculative_tokens=0), jobs))
     found = serve(make_engine(POOR, num_speculative_tokens=DEPTH, synthetic_acceptance=1), jobs)
@@ -218,6 +219,7 @@ def test_a_length_of_one_is_the_models_own_text(params):
     assert sum(r.progress.speculation.drafted for r in found) > 0
 
 
+@pytest.mark.rest
 def test_cached_pages_of_forced_text_are_the_texts():
     """A prompt that goes on from a forced output finds its pages, and ends like one that is computed."""
     sizes = {"num_speculative_tokens": DEPTH, "synthetic_acceptance": 2.5}

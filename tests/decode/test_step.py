@@ -8,7 +8,11 @@ import pytest
 from tests.decode.law import DEPTH, LENGTH, OPTIONS, PLAIN, chi_square, emitted, exact_law
 
 # Rejection of sampled drafts, under a grammar: drafter/test_suffix_lossless.
-FAST = {("sampled", "block"): (), ("sampled", "coupled"): (), ("greedy", "rejection"): pytest.mark.rest}
+FAST = {
+    ("sampled", "block"): (),
+    ("sampled", "coupled"): pytest.mark.rest,
+    ("greedy", "rejection"): pytest.mark.rest,
+}
 MODES = [*itertools.product(("sampled", "greedy"), ("rejection", "block")), ("sampled", "coupled")]
 
 
@@ -25,7 +29,7 @@ def test_lossless(drafting, verifier):
         p = chi_square(got.tokens[mine], exact_law(option))
         assert p > 1e-4, f"{option}: p = {p:.2g}"
         rate = got.accepted[mine].sum() / got.drafted[mine].sum()
-        assert rate > (0.4 if drafting == "sampled" else 0.25), (
+        assert rate > (0.4 if drafting == "sampled" else 0.2), (
             f"{option}: only {rate:.0%} of the drafts were accepted"
         )
 

@@ -22,7 +22,7 @@ TARGET = replace(CFG.with_nextn(()), drafter=HEAD)
 @pytest.mark.parametrize(
     ("verifier", "grammar"),
     [
-        ("rejection", False),
+        pytest.param("rejection", False, marks=pytest.mark.rest),
         pytest.param("block", False, marks=pytest.mark.slow),
         pytest.param("block", True, marks=pytest.mark.slow),
         pytest.param("coupled", False, marks=pytest.mark.slow),

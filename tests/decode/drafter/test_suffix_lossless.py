@@ -27,7 +27,7 @@ ALONE = case(Suffix(Nothing(V), shortest=1))
 @pytest.mark.parametrize(
     ("verifier", "grammar"),
     [
-        ("rejection", True),
+        pytest.param("rejection", True, marks=pytest.mark.rest),
         pytest.param("block", False, marks=pytest.mark.slow),
         pytest.param("rejection", False, marks=pytest.mark.slow),
         pytest.param("block", True, marks=pytest.mark.slow),
