@@ -104,7 +104,8 @@ def drafts_of(trees: list[dict[str, np.ndarray]]) -> Drafts:
     for row, own in enumerate(trees):
         count[row] = n = len(own["tokens"]) - 1
         tokens[row, :n], parents[row, :n] = own["tokens"][1:], own["parents"][1:]
-    return Drafts(tokens, count, 0 * count, None, None, parents)
+    given: list[Any] = [tokens, count, 0 * count, None, None, parents]
+    return Drafts(*given)
 
 
 @pytest.mark.parametrize("variant", EAGLES)

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,8 @@ def slots(depth: list[int], idle: int | None = None) -> Slots:
 
 def drafts(margins: np.ndarray, source: int = Source.NEXTN) -> Drafts:
     tokens, number = np.zeros((SLOTS, K), np.int32), np.full(SLOTS, K)
-    return Drafts(tokens, number, np.full(SLOTS, source), None, None, margins=margins)
+    given: list[Any] = [tokens, number, np.full(SLOTS, source), None, None]
+    return Drafts(*given, margins=jnp.asarray(margins))
 
 
 # Number i at place i of a window.

@@ -128,10 +128,10 @@ def test_what_is_on_no_path_ends_nothing():
     stops[2, 9] = stops[3, 8] = True
     s = s.replace(active=many > 0, remaining=many, sampling=replace(s.sampling, stop_mask=stops))
     path = np.tile([0, 2, 4, 0, 0], (4, 1))  # drafts 1 and 3
-    given: Any = verify.Verdict(*(a.astype(np.int32) for a in (np.full(4, 2), np.full(4, 7), path)))
+    verdict = verify.Verdict(*map(jnp.asarray, (np.full(4, 2), np.full(4, 7), path)))
     drafts = np.tile(np.array([9, 5, 9, 8], np.int32), (4, 1))
     healthy = np.array([[1, 0, 1, 0, 1], [1, 1, 1, 1, 0], [1] * 5, [1] * 5]).astype(bool)
-    got = jax.jit(emit)(given, drafts, s, healthy)
+    got = jax.jit(emit)(verdict, drafts, s, healthy)
     assert got.tokens[:, :3].tolist() == [[5, 8, 7], [5, 8, -1], [5, 8, 7], [5, 8, -1]]
     assert got.finish.tolist() == [Finish.RUNNING, Finish.NAN, Finish.RUNNING, Finish.STOP]
 

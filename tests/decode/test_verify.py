@@ -155,7 +155,7 @@ def exact_law(config: str) -> np.ndarray:
     return exact_laws()[config]
 
 
-def chi_square(tokens: jax.Array, law: np.ndarray) -> float:
+def chi_square(tokens: Any, law: np.ndarray) -> float:
     """The p-value of tokens [N, LENGTH] against the law. Cells too rare for the test are pooled."""
     seen = np.zeros(law.shape)
     np.add.at(seen, tuple(np.asarray(tokens).T), 1)
@@ -340,7 +340,7 @@ def test_greedy_by_hand():
     np.testing.assert_array_equal(got.token, [3, 2, 2, 4, -1])
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", ["block", pytest.param("rejection", marks=pytest.mark.rest)])
 def test_no_drafts_at_all_is_plain_sampling(name):
     target, draft, drafts = windows(12)
     plain = jax.jit(sm.sample)(coins(N)[1], target[:, 0])
@@ -352,7 +352,7 @@ def test_no_drafts_at_all_is_plain_sampling(name):
         np.testing.assert_array_equal(got.token, plain)
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", ["block", pytest.param("rejection", marks=pytest.mark.rest)])
 def test_a_row_does_not_notice_the_width_of_the_window(name):
     target, draft, drafts = windows(13)
     wide = run(name, target, draft, drafts, np.full(N, 1))

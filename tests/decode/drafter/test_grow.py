@@ -1,6 +1,7 @@
 """Trees as a drafter grows them: the choice of nodes, a plain construction without a cache, and the law."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ def candidates(rng: np.random.Generator, rows: int) -> Candidates:
     for row, i in np.ndindex(rows, 9):
         above = 1 if parents[row, i] < 0 else scores[row, parents[row, i]]
         scores[row, i] = above * (rng.choice([0, 0.5, 1]) if row < rows - 2 else rows - 1 - row)
-    return Candidates(rng.integers(0, 9, (rows, 9)), scores, parents)
+    return Candidates(*map(jnp.asarray, (rng.integers(0, 9, (rows, 9)), scores, parents)))
 
 
 def test_the_best_candidates_are_a_tree_of_any_size(rng):
@@ -31,6 +32,7 @@ def test_the_best_candidates_are_a_tree_of_any_size(rng):
     count = rng.integers(0, nodes + 1, rows)
     best = jax.jit(Candidates.best, static_argnums=1)(found, nodes, count)
     tokens, parents = map(np.asarray, best)
+    found = jax.tree.map(np.asarray, found)
     for row in range(rows):
         ranked = sorted(range(9), key=lambda i: (-found.scores[row, i], i))
         kept = sorted(ranked[: count[row]])

@@ -264,6 +264,7 @@ def test_without_nextn_layers_only_matches_are_drafts(depth):
     assert set(spec.drafted_per_step) == {0, depth}
 
 
+@pytest.mark.rest
 def test_the_nextn_cache_is_right_whatever_was_drafted():
     """After steps that verified a match, NextN drafts as a cache-free pass over the whole text does."""
     engine = engine_with()
