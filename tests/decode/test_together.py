@@ -28,6 +28,7 @@ from mtp_jax.model.parts import join, split
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
+from tests.decode.helpers import largest_logit
 from tests.models import TINY, on_mesh, prompts, tiny_params
 from tests.rounding import near, of_model
 
@@ -82,8 +83,8 @@ def tokens_of(result: StepResult, rows: slice) -> list[list[int]]:
 
 
 def close(got: Any, want: Any) -> None:
-    """Log-probabilities, and ids. The least one tells how large the logits are that it is a difference of."""
-    size = max(np.abs(a).max() for a in map(np.asarray, jax.tree.leaves(want)) if a.dtype == np.float32)
+    """Log-probabilities, which are differences of logits, and ids."""
+    size = largest_logit(tiny_params(), TINY)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         near(a, b, of_model(TINY, PAGES * SIZE), size=size)
 
