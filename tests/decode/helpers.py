@@ -28,6 +28,11 @@ def leaking(kind: Any) -> Any:
     return Leaking
 
 
+def zeroed(abstract: Any) -> Any:
+    """A state of zeros in host memory: nothing is compiled for the shape of an array."""
+    return jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract)
+
+
 def largest_logit(params: Params, cfg: ModelConfig) -> float:
     """The product of the norms of a head's row and of a normed hidden state: no logit exceeds it."""
     row = np.linalg.norm(np.asarray(params.head), axis=-1).max()

@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from mtp_jax.decode.arrays import Chunk
-from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source, StepKey
@@ -28,6 +28,7 @@ from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
+from tests.decode.helpers import zeroed
 from tests.models import TINY, rigged
 
 V, LENGTH, DEPTH = 4, 4, 3
@@ -75,7 +76,7 @@ def start(depths: np.ndarray, case: Case) -> State:
     """Every slot with a page of its own."""
     slots = case.rows * len(OPTIONS)
     shape = StateShape(slots, slots, case.page, 1, window=1 + DEPTH)
-    state = empty_state(abstract_state(Model(case.cfg), case.drafter, shape))
+    state = zeroed(abstract_state(Model(case.cfg), case.drafter, shape))
     sampling = replace(
         neutral_state(slots, V),
         seed=np.arange(slots, dtype=np.uint32),
@@ -93,7 +94,7 @@ def start(depths: np.ndarray, case: Case) -> State:
         suffix=np.ones(slots, bool),
         sampling=sampling,
     )
-    return jax.tree.map(jnp.asarray, replace(state, slots=rows))
+    return jax.tree.map(jnp.array, replace(state, slots=rows))
 
 
 def per_row(name: str, case: Case) -> np.ndarray:
@@ -123,8 +124,12 @@ def _prefill(cfg: ModelConfig, reader: Drafter, mode: SamplingMode) -> Any:
 
 
 def prefill(case: Case, mode: SamplingMode) -> Any:
-    """The program that reads the prompts: however drafts are made, and for rejection as for block."""
-    like = SamplingMode("sampled", "coupled" if mode.verifier == "coupled" else "block")
+    """The program that reads the prompts: however drafts are made, and for rejection as for block.
+
+    One that reads for another drafter draws first tokens as for block, too, with numbers of their own.
+    """
+    coupled = mode.verifier == "coupled" and not case.reader
+    like = SamplingMode("sampled", "coupled" if coupled else "block")
     return _prefill(case.cfg, case.reader or case.drafter, like)
 
 
@@ -225,15 +230,20 @@ def exact_law(
         ),
         np.float64,
     )
-    law, begin = np.ones((V,) * LENGTH), 0
-    for n in range(LENGTH):
-        law *= laws[begin : begin + V**n].reshape((V,) * (n + 1) + (1,) * (LENGTH - n - 1))
-        begin += V**n
+    return continuations(laws, V, LENGTH)
+
+
+def continuations(laws: np.ndarray, size: int, length: int) -> np.ndarray:
+    """[size] * length: the probability of every continuation, from laws after all shorter histories."""
+    law, begin = np.ones((size,) * length), 0
+    for n in range(length):
+        law *= laws[begin : begin + size**n].reshape((size,) * (n + 1) + (1,) * (length - n - 1))
+        begin += size**n
     return law / law.sum()
 
 
 def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
-    """The p-value of tokens [N, LENGTH] against the law; cells too rare for the test are pooled."""
+    """The p-value of tokens [N, length] against the law; cells too rare for the test are pooled."""
     seen = np.zeros(law.shape)
     np.add.at(seen, tuple(tokens.T), 1)
     seen, wanted = seen.ravel(), law.ravel() * len(tokens)
@@ -243,6 +253,14 @@ def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
     wanted = np.append(wanted[~rare], wanted[rare].sum())
     kept = wanted > 0
     return float(stats.chisquare(seen[kept], wanted[kept] * seen[kept].sum() / wanted[kept].sum()).pvalue)
+
+
+def fits(got: Emitted, case: Case, grammar: bool = False) -> dict[str, float]:
+    """The p-value of each of ``OPTIONS`` against its exact law."""
+    assert (got.tokens >= 0).all()
+    laws = {option: exact_law(option, grammar, case.prompt, case.cfg) for option in OPTIONS}
+    parts = np.split(got.tokens, len(OPTIONS))
+    return {option: chi_square(part, laws[option]) for option, part in zip(OPTIONS, parts, strict=True)}
 
 
 def p_values(
@@ -256,8 +274,5 @@ def p_values(
     """Chi-square of whole sampled steps against the exact law, for each of ``OPTIONS``."""
     case = Case(drafter, cfg=cfg, kept=kept, reader=reader)
     got = emitted("sampled", verifier, grammar, case)
-    assert (got.tokens >= 0).all()
     assert got.accepted.sum() > 0.2 * got.drafted.sum() > 0
-    laws = (exact_law(option, grammar, case.prompt, cfg) for option in OPTIONS)
-    rows = (slice(i * case.rows, (i + 1) * case.rows) for i in range(len(OPTIONS)))
-    return [chi_square(got.tokens[mine], law) for mine, law in zip(rows, laws, strict=True)]
+    return [*fits(got, case, grammar).values()]

@@ -24,6 +24,7 @@ from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.model.backend import xla
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
+from tests.decode.helpers import zeroed
 from tests.layers import ROOT
 from tests.models import TINY, Reference, make_engine, prompts, rigged, serve, tiny_params
 
@@ -89,9 +90,8 @@ def test_no_more_are_kept_than_a_row_verifies():
 
 def test_a_draft_that_is_no_token_ends_what_is_kept():
     state = abstract_state(Model(TINY, xla()), build(TINY), StateShape(2, 2, 16, 1))
-    s = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), state.slots)
     drafts = np.array([[5, -1, 6], [5, 6, 7]], np.int32)
-    assert _kept(Law.of(4, 3), s, drafts, np.full(2, 3)).tolist() == [1, 3]
+    assert _kept(Law.of(4, 3), zeroed(state.slots), drafts, np.full(2, 3)).tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,7 @@ def branches(law: Law | None) -> int:
     return (compiled.as_text() or "").count(" conditional(")
 
 
+@pytest.mark.rest
 def test_the_verification_is_computed_though_nobody_reads_its_verdict():
     """One branch verifies, another draws the target's token."""
     assert branches(Law.of(LENGTH, DEPTH)) == 2

@@ -93,8 +93,12 @@ def next_drafts(params: Params, state: State, depth: int = 3) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("depth", "compiled"),
-    [(0, 0), (0, 3), (1, 3), (3, 3)],
-    ids=["off", "off-in-deep-step", "shallow", "full"],
+    [
+        pytest.param(0, 0, id="off"),
+        pytest.param(0, 3, id="off-in-deep-step", marks=pytest.mark.rest),
+        pytest.param(1, 3, id="shallow", marks=pytest.mark.rest),
+        pytest.param(3, 3, id="full"),
+    ],
 )
 def test_warm_draft_cache(depth, compiled, monkeypatch):
     """Whatever the depth so far, the next drafts are those of a cache-free NextN pass over the whole text."""
@@ -126,7 +130,9 @@ def test_warm_draft_cache(depth, compiled, monkeypatch):
     assert checked >= 5
 
 
-@pytest.mark.parametrize("steps", [1, 7, 18])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(1, marks=pytest.mark.rest), 7, pytest.param(18, marks=pytest.mark.rest)]
+)
 def test_speculation_switched_on_later(steps):
     """After steps at depth 0, depth 3 accepts what it would have accepted with depth 3 from the start."""
     engine = make_engine()

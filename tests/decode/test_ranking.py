@@ -22,6 +22,7 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.parts import Packing
 from mtp_jax.model.trunk import Model
 from mtp_jax.simulate.ranking import likeliest
+from tests.decode.helpers import zeroed
 from tests.decode.law import CFG, p_values
 from tests.models import TINY
 from tests.rounding import near
@@ -33,8 +34,7 @@ ESTIMATE = np.array([[[0.8, -1.0]] * K, [[0.1, 0.5]] * K], np.float32)
 def slots(depth: list[int], idle: int | None = None) -> Slots:
     shape = StateShape(SLOTS, SLOTS, 16, 1)
     state = abstract_state(Model(TINY, xla()), build(TINY), shape).slots
-    s = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), state)
-    return s.replace(depth=np.array(depth), active=np.arange(SLOTS) != idle)
+    return zeroed(state).replace(depth=np.array(depth), active=np.arange(SLOTS) != idle)
 
 
 def drafts(margins: np.ndarray, source: int = Source.NEXTN) -> Drafts:

@@ -23,7 +23,7 @@ from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.stack import Stack
-from tests.decode.helpers import largest_logit
+from tests.decode.helpers import largest_logit, zeroed
 from tests.decode.planted import COLUMNS, DEPTH, LENGTH, ROWS, SIZE, Planted, Told, World, beginnings, decode
 from tests.models import TINY, gqa
 from tests.rounding import near, of_model
@@ -125,7 +125,7 @@ def test_a_node_counts_the_drafts_on_its_way(rng):
 def test_what_is_on_no_path_ends_nothing():
     """Results that are not finite, and stop tokens, of nodes beside the path; on it they do."""
     state = abstract_state(PLAIN.model, build(PLAIN.cfg), StateShape(4, 4, SIZE, 1)).slots
-    s = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), state)
+    s = zeroed(state)
     stops, many = s.sampling.stop_mask.copy(), np.full(4, 99)
     stops[2, 9] = stops[3, 8] = True
     s = s.replace(active=many > 0, remaining=many, sampling=replace(s.sampling, stop_mask=stops))

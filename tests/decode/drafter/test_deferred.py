@@ -77,6 +77,7 @@ def test_more_steps_than_there_is_room_for():
     assert 2 <= falls <= 3
 
 
+@pytest.mark.rest
 def test_a_step_without_drafts_runs_nothing_of_nextn():
     lower = local_runner(make_engine()).programs.lowered
     keys = [StepKey(1, depth, 1, SamplingMode()) for depth in (0, 1)]

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mtp_jax.decode.bookkeeping import abstract_state, move
@@ -20,6 +19,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.trunk import Model
+from tests.decode.helpers import zeroed
 from tests.decode.planted import LENGTH, Planted
 from tests.models import TINY, tiny_params
 
@@ -110,8 +110,7 @@ def test_rows_that_a_drafter_left_alone_are_not_written():
 
 
 def test_a_drafters_rows_move_with_their_slot():
-    state = abstract_state(Model(TINY), build(TINY), StateShape(SLOTS, SLOTS, 16, 1))
-    state = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), state)
+    state = zeroed(abstract_state(Model(TINY), build(TINY), StateShape(SLOTS, SLOTS, 16, 1)))
     state.drafter.slots.pending[3], state.drafter.slots.count[3] = 2, 5
     moved = jax.jit(move)(state, 3, 1)
     assert (moved.drafter.slots.pending[1] == 2).all()

@@ -317,6 +317,7 @@ def test_cached_pages_hold_their_tokens():
     check(again)
 
 
+@pytest.mark.rest
 def test_committed_length():
     """Whatever lies past the committed tokens is harmless: the same steps with garbage there."""
     engine = engine_with()
@@ -333,6 +334,7 @@ def test_committed_length():
     assert [drafting(r) for r in requests] == [drafting(r) for r in clean]
 
 
+@pytest.mark.rest
 def test_preempted_requests_find_their_text_again():
     engine = engine_with(num_pages=12)
     requests = serve(engine, copying())
