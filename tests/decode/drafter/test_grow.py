@@ -89,7 +89,9 @@ def test_an_engine_accepts_the_ways_of_plain_trees():
     assert trees < chains
 
 
-@pytest.mark.parametrize("grammar", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "grammar", [pytest.param(False, marks=pytest.mark.rest), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_lossless(grammar: bool):
     """Rows that draw, with 0 to 3 nodes each; ``tests/decode/test_coupled.py`` has the control."""
     tree = build(CFG, tree=TreeShape(2, 2, 3))

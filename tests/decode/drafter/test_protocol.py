@@ -57,6 +57,7 @@ def test_the_layers_decide():
     assert build(TINY.with_nextn(())) == Nothing(TINY.vocab_size)
 
 
+@pytest.mark.rest
 def test_trees_are_steps_of_the_same_shapes():
     planted = Planted(NextNLayers(TINY), texts=((0,) * LENGTH,) * 2)
     for drafter in (planted, Suffix(planted)):

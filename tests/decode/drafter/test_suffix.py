@@ -307,6 +307,7 @@ def drafting(request: Request) -> list[tuple[int, Source]]:
     return [*zip(spec.accepted_per_step, spec.source_per_step, strict=True)]
 
 
+@pytest.mark.rest
 def test_cached_pages_hold_their_tokens():
     """A prompt that begins in the prefix cache is matched from its first token on."""
     engine = engine_with()
