@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from mtp_jax.decode.arrays import Chunk
-from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source, StepKey
@@ -28,6 +28,7 @@ from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
+from tests.decode.helpers import zeroed
 from tests.models import TINY, rigged
 
 V, LENGTH, DEPTH = 4, 4, 3
@@ -51,14 +52,16 @@ class Case:
         page: cache rows of each slot.
         cfg: the model.
         kept: drafts per slot that a step verifies, the likeliest; None: all.
+        reader: a drafter that reads prompts as this one does; None: itself.
     """
 
     drafter: Drafter
     prompt: tuple[int, ...] = (3, 1, 2)
-    rows: int = 2500
+    rows: int = 1500
     page: int = 16
     cfg: ModelConfig = CFG
     kept: int | None = None
+    reader: Drafter | None = None
 
 
 PLAIN = Case(build(CFG))
@@ -73,34 +76,30 @@ def start(depths: np.ndarray, case: Case) -> State:
     """Every slot with a page of its own."""
     slots = case.rows * len(OPTIONS)
     shape = StateShape(slots, slots, case.page, 1, window=1 + DEPTH)
-    state = empty_state(abstract_state(Model(case.cfg), case.drafter, shape))
+    state = zeroed(abstract_state(Model(case.cfg), case.drafter, shape))
     sampling = replace(
         neutral_state(slots, V),
-        seed=jnp.arange(slots, dtype=jnp.uint32),
-        prompt_mask=jnp.tile(jnp.isin(jnp.arange(V), jnp.array(case.prompt)), (slots, 1)),
+        seed=np.arange(slots, dtype=np.uint32),
+        prompt_mask=np.tile(np.isin(np.arange(V), case.prompt), (slots, 1)),
         **{
             name: per_row(name, case)
             for name in ("temperature", "top_k", "top_p", "repetition", "frequency", "presence")
         },
     )
-    table = jnp.arange(slots, dtype=jnp.int32)[:, None]
-    many = jnp.full(slots, 100, jnp.int32)
     rows = replace(
         state.slots,
-        page_table=table,
-        remaining=many,
-        depth=jnp.asarray(depths, jnp.int32),
-        suffix=jnp.ones(slots, bool),
+        page_table=np.arange(slots, dtype=np.int32)[:, None],
+        remaining=np.full(slots, 100, np.int32),
+        depth=depths.astype(np.int32),
+        suffix=np.ones(slots, bool),
         sampling=sampling,
     )
-    return replace(state, slots=rows)
+    return jax.tree.map(jnp.array, replace(state, slots=rows))
 
 
-def per_row(name: str, case: Case) -> jax.Array:
-    neutral = getattr(neutral_state(1, V), name)
-    return jnp.asarray(
-        np.repeat([o.get(name, neutral[0]) for o in OPTIONS.values()], case.rows), neutral.dtype
-    )
+def per_row(name: str, case: Case) -> np.ndarray:
+    neutral = np.asarray(getattr(neutral_state(1, V), name))
+    return np.repeat([o.get(name, neutral[0]) for o in OPTIONS.values()], case.rows).astype(neutral.dtype)
 
 
 @dataclass(frozen=True)
@@ -114,55 +113,64 @@ class Emitted:
     suffix_drafted: np.ndarray
 
 
-def allowed(last: jax.Array) -> jax.Array:
+def allowed(last: np.ndarray) -> np.ndarray:
     """The packed masks of a grammar in which no token follows itself: last [B, W] -> uint32 [B, W, 1]."""
-    return (2**V - 1 - (1 << last))[..., None].astype(jnp.uint32)
+    return (2**V - 1 - (1 << last))[..., None].astype(np.uint32)
 
 
 @functools.cache
-def prefill(mode: SamplingMode, case: Case) -> Any:
-    """The program that reads the prompts: the same before rejection and block verification."""
-    return jax.jit(Step(Model(case.cfg, ON), case.drafter, StepKey(0, 0, 1, mode)), donate_argnums=1)
+def _prefill(cfg: ModelConfig, reader: Drafter, mode: SamplingMode) -> Any:
+    return jax.jit(Step(Model(cfg, ON), reader, StepKey(0, 0, 1, mode)), donate_argnums=1)
+
+
+def prefill(case: Case, mode: SamplingMode) -> Any:
+    """The program that reads the prompts: however drafts are made, and for rejection as for block.
+
+    One that reads for another drafter draws first tokens as for block, too, with numbers of their own.
+    """
+    coupled = mode.verifier == "coupled" and not case.reader
+    like = SamplingMode("sampled", "coupled" if coupled else "block")
+    return _prefill(case.cfg, case.reader or case.drafter, like)
 
 
 @functools.cache
 def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PLAIN) -> Emitted:
     slots = case.rows * len(OPTIONS)
 
-    def full(x: Any, dtype: Any = np.int32) -> jax.Array:
-        return jnp.full(slots, x, dtype)
+    def full(x: Any, dtype: Any = np.int32) -> np.ndarray:
+        return np.full(slots, x, dtype)
 
-    tokens = jnp.tile(jnp.asarray(case.prompt, jnp.int32), (slots, 1))
-    each = jnp.arange(slots, dtype=jnp.int32)
-    first = allowed(tokens[:, -1:])[:, 0] if grammar else jnp.full((slots, 1), 2**V - 1, jnp.uint32)
+    tokens, anything = np.tile(np.array(case.prompt, np.int32), (slots, 1)), np.uint32(2**V - 1)
+    each = np.arange(slots, dtype=np.int32)
+    first = allowed(tokens[:, -1:])[:, 0] if grammar else np.tile(anything, (slots, 1))
     chunk = Chunk(
         each,
         full(0),
         full(len(case.prompt)),
         full(True, bool),
         tokens,
-        -jnp.ones_like(tokens),
+        np.full_like(tokens, -1),
         full(-1),
         first,
     )
     mode = SamplingMode(drafting, verifier)
-    weights = params(case.cfg)
-    begin = prefill(replace(mode, verifier="block") if verifier == "rejection" else mode, case)
+    weights, begin = params(case.cfg), prefill(case, mode)
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH), case)
     state, first = begin(weights, state, chunk)
     columns, counts = [np.asarray(first.packed)[:, :1]], []
     key, ranked = StepKey(slots, DEPTH, 1, mode, kept=case.kept), case.kept is not None
     step = Step(Model(case.cfg, ON), case.drafter, key, margins=ranked)
-    estimate = jnp.ones((len(Source), DEPTH, 2)) if ranked else None
+    estimate = np.ones((len(Source), DEPTH, 2), np.float32) if ranked else None
     whole, *halves = (jax.jit(f, donate_argnums=1) for f in (step, step.draft, step.verify))
     for _ in range(LENGTH - 1):
         if grammar:
-            newest = state.slots.newest[:, None]
+            newest = np.array(state.slots.newest)[:, None]
             # What follows the newest token is known, what follows a draft is not.
-            known = jnp.full((slots, DEPTH + 1, 1), 2**V - 1, jnp.uint32).at[:, :1].set(allowed(newest))
+            known = np.tile(anything, (slots, DEPTH + 1, 1))
+            known[:, :1] = allowed(newest)
             state, drafts = halves[0](weights, state, known)
-            window = jnp.concatenate([newest, drafts.tokens], axis=1)
+            window = np.concatenate([newest, drafts.tokens], axis=1)
             state, result = halves[1](weights, state, drafts, allowed(window))
         else:
             state, result = whole(weights, state, None, None, estimate)
@@ -192,9 +200,11 @@ def next_logits(
 
 
 @jax.jit
-def next_law(logits: jax.Array, s: Any, counts: jax.Array, known: int, last: jax.Array | None) -> jax.Array:
+def next_law(
+    logits: jax.Array, s: Any, counts: jax.Array, known: jax.Array, last: jax.Array | None
+) -> jax.Array:
     """[N, V]: the law of the next token after histories of ``known`` tokens; none follows ``last``."""
-    adjusted = adjust(logits, s, counts, jnp.full(logits.shape[:2], known))
+    adjusted = adjust(logits[:, None], s, counts[:, None], known[:, None])
     if last is not None:
         adjusted = adjusted.at[jnp.arange(len(last)), 0, last].set(-jnp.inf)
     return distribution(adjusted, s)[:, 0]
@@ -205,27 +215,35 @@ def exact_law(
     option: str, grammar: bool = False, prompt: tuple[int, ...] = PLAIN.prompt, cfg: ModelConfig = CFG
 ) -> np.ndarray:
     """[V] * LENGTH: the probability of every continuation."""
-    law = np.ones((V,) * LENGTH)
-    for n in range(LENGTH):
-        histories = list(itertools.product(range(V), repeat=n))
-        logits = np.stack([next_logits(prompt, cfg)[h] for h in histories])[:, None]
-        counts = np.stack([np.bincount(np.array(h, int), minlength=V) for h in histories])[:, None]
-        s = neutral_state(len(histories), V)
-        changed = {k: jnp.full_like(getattr(s, k), v) for k, v in OPTIONS[option].items()}
-        s = replace(
+    histories = [h for n in range(LENGTH) for h in itertools.product(range(V), repeat=n)]
+    following, rows = next_logits(prompt, cfg), len(histories)
+    s = neutral_state(rows, V)
+    changed = {k: np.full_like(getattr(s, k), v) for k, v in OPTIONS[option].items()}
+    s = replace(s, prompt_mask=np.tile(np.isin(np.arange(V), prompt), (rows, 1)), **changed)
+    laws = np.asarray(
+        next_law(
+            np.stack([following[h] for h in histories]),
             s,
-            prompt_mask=jnp.tile(jnp.isin(jnp.arange(V), jnp.array(prompt)), (len(histories), 1)),
-            **changed,
-        )
-        last = jnp.array([(prompt[-1], *h)[-1] for h in histories]) if grammar else None
-        following = next_law(jnp.asarray(logits), s, jnp.asarray(counts, jnp.int32), n, last)
-        rows = np.asarray(following, np.float64)
-        law *= rows.reshape((V,) * (n + 1) + (1,) * (LENGTH - n - 1))
+            np.stack([np.bincount(np.array(h, int), minlength=V) for h in histories]).astype(np.int32),
+            np.array([*map(len, histories)], np.int32),
+            np.array([(prompt[-1], *h)[-1] for h in histories]) if grammar else None,
+        ),
+        np.float64,
+    )
+    return continuations(laws, V, LENGTH)
+
+
+def continuations(laws: np.ndarray, size: int, length: int) -> np.ndarray:
+    """[size] * length: the probability of every continuation, from laws after all shorter histories."""
+    law, begin = np.ones((size,) * length), 0
+    for n in range(length):
+        law *= laws[begin : begin + size**n].reshape((size,) * (n + 1) + (1,) * (length - n - 1))
+        begin += size**n
     return law / law.sum()
 
 
 def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
-    """The p-value of tokens [N, LENGTH] against the law; cells too rare for the test are pooled."""
+    """The p-value of tokens [N, length] against the law; cells too rare for the test are pooled."""
     seen = np.zeros(law.shape)
     np.add.at(seen, tuple(tokens.T), 1)
     seen, wanted = seen.ravel(), law.ravel() * len(tokens)
@@ -237,18 +255,24 @@ def chi_square(tokens: np.ndarray, law: np.ndarray) -> float:
     return float(stats.chisquare(seen[kept], wanted[kept] * seen[kept].sum() / wanted[kept].sum()).pvalue)
 
 
+def fits(got: Emitted, case: Case, grammar: bool = False) -> dict[str, float]:
+    """The p-value of each of ``OPTIONS`` against its exact law."""
+    assert (got.tokens >= 0).all()
+    laws = {option: exact_law(option, grammar, case.prompt, case.cfg) for option in OPTIONS}
+    parts = np.split(got.tokens, len(OPTIONS))
+    return {option: chi_square(part, laws[option]) for option, part in zip(OPTIONS, parts, strict=True)}
+
+
 def p_values(
     drafter: Drafter,
     cfg: ModelConfig,
     verifier: str = "rejection",
     grammar: bool = False,
     kept: int | None = None,
+    reader: Drafter | None = None,
 ) -> list[float]:
     """Chi-square of whole sampled steps against the exact law, for each of ``OPTIONS``."""
-    case = Case(drafter, rows=1500, cfg=cfg, kept=kept)
+    case = Case(drafter, cfg=cfg, kept=kept, reader=reader)
     got = emitted("sampled", verifier, grammar, case)
-    assert (got.tokens >= 0).all()
     assert got.accepted.sum() > 0.2 * got.drafted.sum() > 0
-    laws = (exact_law(option, grammar, case.prompt, cfg) for option in OPTIONS)
-    rows = (slice(i * case.rows, (i + 1) * case.rows) for i in range(len(OPTIONS)))
-    return [chi_square(got.tokens[mine], law) for mine, law in zip(rows, laws, strict=True)]
+    return [*fits(got, case, grammar).values()]

@@ -10,7 +10,7 @@ import numpy as np
 
 from mtp_jax.decode import tree
 from mtp_jax.decode.arrays import Chunk
-from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
@@ -23,6 +23,7 @@ from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
+from tests.decode.helpers import zeroed
 from tests.models import prompts, tiny_params
 
 ROWS, DEPTH, SIZE, COLUMNS, PROMPT = 6, 9, 8, 7, 5
@@ -76,7 +77,7 @@ class World:
         """A function that reads texts, of any length, into an empty state: (state, the tokens after them)."""
         drafter = build(self.cfg)
         shape = StateShape(ROWS, ROWS * COLUMNS, SIZE, COLUMNS, fp8=self.fp8)
-        empty = empty_state(abstract_state(self.model, drafter, shape))
+        empty = zeroed(abstract_state(self.model, drafter, shape))
         table = np.random.default_rng(3).permutation(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
         drawn = jnp.arange(ROWS) > 1
         sampling = replace(

@@ -26,7 +26,9 @@ from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.trunk import Model
 from tests.golden import EAGLES, expected, model_dir
+from tests.rounding import near, of_model
 
+pytestmark = pytest.mark.rest
 # Trees of a variant, nodes of the largest one, and rows for it and for the prompt before it.
 ROWS, WIDTH, PAGE, PROMPT = 2, 12, 64, 32
 Found = tuple[np.ndarray, Verdict, np.ndarray, np.ndarray]
@@ -102,8 +104,8 @@ def drafts_of(trees: list[dict[str, np.ndarray]]) -> Drafts:
     for row, own in enumerate(trees):
         count[row] = n = len(own["tokens"]) - 1
         tokens[row, :n], parents[row, :n] = own["tokens"][1:], own["parents"][1:]
-    there = jnp.asarray(count)
-    return Drafts(jnp.asarray(tokens), there, there * 0, None, None, jnp.asarray(parents))
+    given: list[Any] = [tokens, count, 0 * count, None, None, parents]
+    return Drafts(*given)
 
 
 @pytest.mark.parametrize("variant", EAGLES)
@@ -130,19 +132,21 @@ def test_trees_are_grown(variant, monkeypatch):
             np.testing.assert_array_equal(drafts.tokens[row], want["tokens"][1:])
             np.testing.assert_array_equal(drafts.parents[row], want["parents"][1:])
             np.testing.assert_array_equal(every.tokens[row], want["candidate_tokens"])
-            np.testing.assert_allclose(every.scores[row], want["candidate_scores"], rtol=1e-4)
+            # Factors of scores are probabilities, and errors of logits are relative errors of theirs.
+            terms = shape.steps * of_model(loaded.config, PROMPT + WIDTH)
+            near(np.log(every.scores[row]), np.log(want["candidate_scores"]), terms)
 
 
 @pytest.mark.parametrize("variant", EAGLES)
 def test_trees_are_verified(variant):
-    trees = golden_trees(variant)
+    trees, (loaded, _) = golden_trees(variant), begun(variant)
     packed, verdict, logits, mask = verified(variant, drafts_of(trees))
     depths = []
     for row, want in enumerate(trees):
         n, accepted = len(want["tokens"]), len(want["accept_index"])
         assert mask[row, :n, :PROMPT].all()
         np.testing.assert_array_equal(mask[row, :n, PROMPT : PROMPT + n], want["mask"])
-        np.testing.assert_allclose(logits[row, :n], want["target_logits"], rtol=0, atol=2e-4)
+        near(logits[row, :n], want["target_logits"], of_model(loaded.config, PROMPT + n))
         np.testing.assert_array_equal(logits[row, :n].argmax(-1), want["target_ids"])
         assert verdict.path is not None
         np.testing.assert_array_equal(verdict.path[row, :accepted], want["accept_index"])

@@ -24,17 +24,24 @@ from mtp_jax.model.trunk import Model
 from tests.models import TINY, rigged
 
 
+def found(hidden: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The logits, the best tokens of their parts, and whether each row is finite."""
+
+    def run(hidden: jax.Array, table: jax.Array) -> tuple[jax.Array, ...]:  # parts are no part of jit's key
+        return xla().products.head(hidden, table), *best_tokens(hidden, table, xla())
+
+    return tuple(map(np.asarray, jax.jit(run)(hidden, table)))
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_parts_do_not_show(monkeypatch, parts):
+def test_parts_do_not_show(rng, monkeypatch, parts):
     """Small integers: many logits are equal, within a part and across parts."""
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.integers(-2, 3, size=(40, 3)), jnp.float32)
-    hidden = jnp.asarray(rng.integers(-2, 3, size=(2, 50, 3)), jnp.float32)
+    table = rng.integers(-2, 3, size=(40, 3)).astype(np.float32)
+    hidden = rng.integers(-2, 3, size=(2, 50, 3)).astype(np.float32)
     monkeypatch.setattr(Products, "head_parts", lambda *_: parts)
-    logits = xla().products.head(hidden, table)
+    logits, ids, finite = found(hidden, table)
     assert ((logits == logits.max(-1, keepdims=True)).sum(-1) > 1).any()
-    ids, finite = best_tokens(hidden, table, xla())
-    np.testing.assert_array_equal(ids, argmax(logits))
+    np.testing.assert_array_equal(ids, jax.jit(argmax)(logits))
     assert finite.all()
 
 
@@ -49,8 +56,9 @@ def test_logits_of_few_rows_are_not_cut(rows, parts):
 @pytest.mark.parametrize("row", [0, 15, 39])
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
 def test_what_is_not_finite_is_noticed_in_every_part(row, broken):
-    table = jnp.ones((40, 3)).at[row].set(broken)
-    ids, finite = best_tokens(jnp.ones((5, 3)), table, xla())
+    table = np.ones((40, 3), np.float32)
+    table[row] = broken
+    _, ids, finite = found(np.ones((5, 3), np.float32), table)
     assert not finite.any()
     assert ((ids >= 0) & (ids < 40)).all()
 
@@ -59,29 +67,26 @@ CFG = replace(TINY, num_hidden_layers=1)
 DRAFTER = build(CFG)
 
 
-def test_steps_are_the_same(monkeypatch):
+@pytest.mark.rest
+def test_steps_are_the_same(rng, monkeypatch):
     params, model, slots, depth, window = rigged(CFG, noise=0.1), Model(CFG, xla_cpu()), 8, 3, 3
-    rng = np.random.default_rng(1)
-    tokens = jnp.asarray(rng.integers(2, TINY.vocab_size, (slots, window)), jnp.int32)
+    tokens = rng.integers(2, TINY.vocab_size, (slots, window)).astype(np.int32)
 
     def run() -> np.ndarray:
         state = empty_state(abstract_state(model, DRAFTER, StateShape(slots, slots, 16, 1)))
-        each = jnp.arange(slots, dtype=jnp.int32)
-        many = jnp.full(slots, 100, jnp.int32)
-        rows = replace(
-            state.slots, page_table=each[:, None], remaining=many, depth=jnp.full(slots, depth, jnp.int32)
-        )
+        each, words = np.arange(slots, dtype=np.int32), -(-TINY.vocab_size // 32)
+        none = np.zeros_like(each)
+        rows = replace(state.slots, page_table=each[:, None], remaining=none + 100, depth=none + depth)
         state = replace(state, slots=rows)
-        none, words = jnp.zeros(slots, jnp.int32), -(-TINY.vocab_size // 32)
         chunk = Chunk(
             each,
             none,
             none + window,
             none == 0,
             tokens,
-            -jnp.ones_like(tokens),
+            np.full_like(tokens, -1),
             none - 1,
-            jnp.full((slots, words), 2**32 - 1, jnp.uint32),
+            np.full((slots, words), 2**32 - 1, np.uint32),
         )
         keys = StepKey(0, 0, 1, SamplingMode()), StepKey(slots, depth, 1, SamplingMode())
         # Functions of their own: the number of parts is no part of what jit keeps a program by.

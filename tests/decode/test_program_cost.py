@@ -68,6 +68,7 @@ def held(*cases: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.rest
 def test_programs_stay_within_their_budgets():
     held("tiny-sampled", "demo-undrafted")
 

@@ -149,14 +149,15 @@ def test_an_uncovered_need_is_an_error_not_a_compilation():
     assert DraftKey(1, 1) not in local_runner(engine).programs
 
 
-def test_serving_compiles_nothing(compilations):
+@pytest.mark.parametrize("other", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.rest)])
+def test_serving_compiles_nothing(compilations, other):
     """Mixed lengths, depths, modes, aborts and a full queue: all of it runs on what ``prepare`` compiled."""
     engine = make_engine()
     mix = [
         GREEDY,
-        SAMPLED,
+        other,
         replace(GREEDY, num_speculative_tokens=0),
-        replace(SAMPLED, num_speculative_tokens=1),
+        replace(other, num_speculative_tokens=1),
     ]
     requests = [engine.make_request(p, mix[i % 4]) for i, p in enumerate(prompts(8))]
     prepare(engine, requests)

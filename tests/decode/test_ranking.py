@@ -1,13 +1,16 @@
 """The drafts that a step verifies where it does not verify all: their choice, and the law of the text."""
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mtp_jax.decode import ranking
-from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
@@ -19,8 +22,10 @@ from mtp_jax.model.params import Params
 from mtp_jax.model.parts import Packing
 from mtp_jax.model.trunk import Model
 from mtp_jax.simulate.ranking import likeliest
+from tests.decode.helpers import zeroed
 from tests.decode.law import CFG, p_values
 from tests.models import TINY
+from tests.rounding import near
 
 SLOTS, K = 6, 4
 ESTIMATE = np.array([[[0.8, -1.0]] * K, [[0.1, 0.5]] * K], np.float32)
@@ -28,27 +33,37 @@ ESTIMATE = np.array([[[0.8, -1.0]] * K, [[0.1, 0.5]] * K], np.float32)
 
 def slots(depth: list[int], idle: int | None = None) -> Slots:
     shape = StateShape(SLOTS, SLOTS, 16, 1)
-    s = empty_state(abstract_state(Model(TINY, xla()), build(TINY), shape)).slots
-    active = jnp.arange(SLOTS) != (SLOTS if idle is None else idle)
-    return s.replace(depth=jnp.asarray(depth), active=active)
+    state = abstract_state(Model(TINY, xla()), build(TINY), shape).slots
+    return zeroed(state).replace(depth=np.array(depth), active=np.arange(SLOTS) != idle)
 
 
 def drafts(margins: np.ndarray, source: int = Source.NEXTN) -> Drafts:
-    number = jnp.full(SLOTS, K)
-    tokens = jnp.zeros((SLOTS, K), jnp.int32)
-    return Drafts(tokens, number, jnp.full(SLOTS, source), None, None, margins=jnp.asarray(margins))
+    tokens, number = np.zeros((SLOTS, K), np.int32), np.full(SLOTS, K)
+    given: list[Any] = [tokens, number, np.full(SLOTS, source), None, None]
+    return Drafts(*given, margins=jnp.asarray(margins))
+
+
+# Number i at place i of a window.
+WINDOW = np.arange(SLOTS * (K + 1)).reshape(SLOTS, K + 1)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def kept_of(d: Drafts, s: Slots, count: int, shards: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The counts of kept drafts, and ``WINDOW`` packed and unpacked."""
+    found, packing = ranking.likeliest(d, s, jnp.asarray(ESTIMATE), count, shards)
+    rows = packing.packed(jnp.asarray(WINDOW))
+    return found.count, rows, packing.unpacked(rows)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("count", [1, 4, 9])
-def test_the_likeliest_drafts_of_each_shard(shards, count):
+def test_the_likeliest_drafts_of_each_shard(rng, shards, count):
     """The kept drafts are the asked number, begin their rows, and are no less likely than any other draft."""
-    rng, depth = np.random.default_rng(count), [4, 2, 4, 4, 0, 3]
+    depth = [4, 2, 4, 4, 0, 3]
     margins = rng.exponential(2, (SLOTS, K)).astype(np.float32)
-    s = slots(depth, idle=3)
-    found, packing = ranking.likeliest(drafts(margins), s, jnp.asarray(ESTIMATE), count, shards)
+    kept, rows, back = map(np.asarray, kept_of(drafts(margins), slots(depth, idle=3), count, shards))
     most = np.where(np.arange(SLOTS) == 3, 0, depth)
-    kept, own = np.asarray(found.count), SLOTS // shards
+    own = SLOTS // shards
     chance = np.cumprod(1 / (1 + np.exp(1.0 - 0.8 * margins)), axis=1)
     for at in range(0, SLOTS, own):
         mine = slice(at, at + own)
@@ -59,32 +74,29 @@ def test_the_likeliest_drafts_of_each_shard(shards, count):
         assert chance[mine][chosen].min(initial=1) >= chance[mine][there & ~chosen].max(initial=0)
         np.testing.assert_array_equal(likeliest(margins[mine], most[mine], ESTIMATE[0], count), kept[mine])
     # Every newest token and every kept draft has a row of its own, and comes back from it.
-    window = np.arange(SLOTS * (K + 1)).reshape(SLOTS, K + 1)
-    rows = packing.packed(jnp.asarray(window))
     assert rows.shape == (shards, own + count)
-    back = np.asarray(packing.unpacked(rows))
     real = np.arange(K + 1) <= kept[:, None]
-    np.testing.assert_array_equal(back[real], window[real])
+    np.testing.assert_array_equal(back[real], WINDOW[real])
 
 
 def test_equal_chances_are_taken_from_the_front():
     sure = np.full((SLOTS, K), 200, np.float32)  # every chance is 1
-    found, _ = ranking.likeliest(drafts(sure), slots([K] * SLOTS), jnp.asarray(ESTIMATE), 8, 1)
-    assert sorted(found.count.tolist()) == [1, 1, 1, 1, 2, 2]
+    count, *_ = kept_of(drafts(sure), slots([K] * SLOTS), 9, 1)
+    assert sorted(count.tolist()) == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_broken_drafter_comes_last():
     margins = np.full((SLOTS, K), 1, np.float32)
     margins[2, 1] = np.nan
-    found, _ = ranking.likeliest(drafts(margins), slots([K] * SLOTS), jnp.asarray(ESTIMATE), 21, 1)
-    assert found.count.tolist() == [4, 4, 1, 4, 4, 4]
+    count, *_ = kept_of(drafts(margins), slots([K] * SLOTS), 21, 1)
+    assert count.tolist() == [4, 4, 1, 4, 4, 4]
 
 
 def test_each_source_has_its_own_estimate():
-    margins, sources = jnp.full((2, K), 3.0), jnp.array([*Source])
-    found = ranking.survival(margins, sources, jnp.asarray(ESTIMATE))
-    np.testing.assert_allclose(found[0], (1 / (1 + np.exp(-1.4))) ** np.arange(1, K + 1), rtol=1e-6)
-    np.testing.assert_allclose(found[1], (1 / (1 + np.exp(-0.8))) ** np.arange(1, K + 1), rtol=1e-6)
+    margins, sources = np.full((2, K), 3, np.float32), np.array([*Source])
+    found = jax.jit(ranking.survival)(margins, sources, ESTIMATE)
+    want = (1 / (1 + np.exp([[-1.4], [-0.8]]))) ** np.arange(1, K + 1)
+    near(found, want, terms=6 * K)  # a factor's product, sum, exponential, sum, quotient, and the product
 
 
 def test_margins_are_the_gap_between_the_best_logits():
@@ -102,7 +114,13 @@ def test_packing_needs_no_row_for_a_token_that_nobody_looks_at():
     assert packing.unpacked(rows)[0].tolist() == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("verifier", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "verifier",
+    [
+        pytest.param("rejection", marks=pytest.mark.rest),
+        pytest.param("block", marks=pytest.mark.slow),
+    ],
+)
 def test_lossless(verifier):
     """A third of the drafts is verified; which, margins decide."""
     assert min(p_values(build(CFG), CFG, verifier, kept=1)) > 1e-4
@@ -122,7 +140,8 @@ class Telling(Recursive):
         return made.replace(margins=4 * jnp.log(told)), own
 
 
+@pytest.mark.rest
 def test_a_choice_that_knows_the_draft_shows():
     plain = build(CFG)
     assert isinstance(plain, Recursive)
-    assert min(p_values(Telling(plain.module), CFG, kept=1)) < 1e-9
+    assert min(p_values(Telling(plain.module), CFG, kept=1, reader=plain)) < 1e-9

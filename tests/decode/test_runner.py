@@ -290,12 +290,18 @@ def check_handed_over(source: Engine, target: Engine, shard: int) -> None:
     (second,) = serve(target, [(PROMPT, params)])
     assert second.progress.cached_tokens == 32
     assert target.scheduler.shard_of(second.residence.slot) == shard
-    told = Reference(tiny_params()).speculate(PROMPT, 12, 3)
+    told = Reference(tiny_params(), longest=128).speculate(PROMPT, 12, 3)
     assert (second.progress.output, accepted(second)) == (told.ids, told.accepted)
     assert sum(told.accepted) > 0
 
 
-@pytest.mark.parametrize("sizes", [{}, {"kv_cache_dtype": "fp8"}], ids=["plain", "fp8"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"kv_cache_dtype": "fp8"}, id="fp8", marks=pytest.mark.rest),
+    ],
+)
 def test_pages_go_to_another_engine(sizes):
     source, target = (make_engine(max_num_seqs=4, **sizes) for _ in range(2))
     if not sizes:
@@ -316,6 +322,7 @@ def test_pages_go_to_another_engine(sizes):
     assert sum(accepted(want)) > 0
 
 
+@pytest.mark.rest
 def test_pages_go_to_another_shard_and_another_mesh():
     mesh = make_mesh(2, 2)
     spread = make_engine(on_mesh(tiny_params(), mesh), mesh=mesh, max_num_seqs=4)
@@ -326,14 +333,13 @@ def test_pages_go_to_another_shard_and_another_mesh():
     check_handed_over(spread, make_engine(), 0)
 
 
-def test_more_pages_than_a_program_takes_and_fewer():
+def test_more_pages_than_a_program_takes_and_fewer(rng):
     engine = make_engine()
     engine.runner.compile([PageKey(1), PageKey(4)])
     runner = local_runner(engine)
     pages = (9, 2, 5, 0, 7, 3, 8)
-    random = np.random.default_rng(0)
     data = tuple(
-        random.random((7, *a.shape[1:])).astype(a.dtype) for a in engine.runner.do(ReadPages(0, (0,))).read()
+        rng.random((7, *a.shape[1:])).astype(a.dtype) for a in engine.runner.do(ReadPages(0, (0,))).read()
     )
 
     def kept() -> list[np.ndarray]:

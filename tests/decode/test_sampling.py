@@ -1,6 +1,7 @@
 """The transforms against plain float64 references that sort, and the random draws against the exact law."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,20 +13,31 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mtp_jax.decode import sampling as sm
+from tests.rounding import error, near
 
 B, W, V = 3, 2, 17
 distribution = jax.jit(sm.distribution)
 adjust = jax.jit(sm.adjust)
 draw = jax.jit(sm.sample)
+window_counts = jax.jit(sm.window_counts)
+row_keys = jax.jit(sm.row_keys)
+point_mass, likeliest, all_finite = (jax.jit(f) for f in (sm.point_mass, sm.likeliest, sm.all_finite))
+# Roundings of a probability whose exponent is exact: a sum of exponentials, and a quotient.
+OF_SOFTMAX = V + 4
 
 
 def state(fields: dict[str, Any], slots: int = B, vocab: int = V) -> sm.SamplingState:
-    neutral = sm.neutral_state(slots, vocab)
+    neutral = neutral_state(slots, vocab)
     changed = {
-        name: jnp.broadcast_to(jnp.asarray(value, getattr(neutral, name).dtype), getattr(neutral, name).shape)
+        name: np.broadcast_to(np.asarray(value, getattr(neutral, name).dtype), getattr(neutral, name).shape)
         for name, value in fields.items()
     }
     return dataclasses.replace(neutral, **changed)
+
+
+@functools.cache
+def neutral_state(slots: int, vocab: int) -> sm.SamplingState:
+    return jax.tree.map(np.asarray, sm.neutral_state(slots, vocab))
 
 
 def expected_row(logits, temperature, top_k, top_p, min_p):
@@ -78,7 +90,10 @@ def test_distribution_matches_the_sorting_reference(rows, seed, coarse, masked):
         for w in range(W):
             p, close = expected_row(logits[b, w], **rows[b])
             assume(not close)
-            np.testing.assert_allclose(got[b, w], p, rtol=2e-5, atol=1e-7)
+            # An exponent is rounded three times, and its error is the relative error of the power.
+            here = (p > 1e-30) & (got[b, w] > 0)
+            off = np.abs(np.log(got[b, w][here] / p[here]))
+            assert (off <= error(3, np.log(p.max() / p[here])) + error(OF_SOFTMAX)).all()
             assert (p[got[b, w] == 0] < 1e-30).all()  # nothing but an underflow is lost
             assert (got[b, w][p == 0] == 0).all()
 
@@ -106,9 +121,9 @@ def test_adjust_replays_the_window_token_by_token(seed, repetition, presence, fr
             "counts": np.stack([np.bincount(row, minlength=V) for row in output]),
         }
     )  # fmt: skip
-    counts = sm.window_counts(s.counts, jnp.asarray(tokens))
+    counts = window_counts(s.counts, tokens.astype(np.int32))
     generated = np.array([[len(row) + i for i in range(width)] for row in output])
-    got = np.asarray(adjust(logits, s, counts, generated))
+    got, want = adjust(logits, s, counts, generated), np.zeros(logits.shape)
     for b in range(B):
         for i in range(width):
             history = output[b] + list(tokens[b, 1 : i + 1])
@@ -119,20 +134,21 @@ def test_adjust_replays_the_window_token_by_token(seed, repetition, presence, fr
                 if v in history or prompt[b, v]:
                     x = x / repetition if x > 0 else x * repetition
                 x -= frequency * history.count(v) + presence * (v in history)
-                np.testing.assert_allclose(got[b, i, v], x, rtol=1e-5, atol=1e-5)
+                want[b, i, v] = x
+    near(got, want, terms=6)  # bias, repetition, and two products and sums
 
 
-def test_neutral_state_changes_nothing():
-    logits = np.random.default_rng(0).normal(0, 3, (B, W, V)).astype(np.float32)
+def test_neutral_state_changes_nothing(rng):
+    logits = rng.normal(0, 3, (B, W, V)).astype(np.float32)
     logits[0, 0, 3], logits[1, 1, 4] = -np.inf, np.nan
-    s = sm.neutral_state(B, V)
-    none = jnp.zeros((B, W), jnp.int32)
-    np.testing.assert_array_equal(adjust(logits, s, sm.window_counts(s.counts, none), none), logits)
-    np.testing.assert_allclose(distribution(logits, s)[0], jax.nn.softmax(logits[0]), rtol=1e-6, atol=1e-9)
+    s, none = neutral_state(B, V), np.zeros((B, W), np.int32)
+    np.testing.assert_array_equal(adjust(logits, s, window_counts(s.counts, none), none), logits)
+    want = np.exp(logits[0].astype(np.float64))
+    near(distribution(logits, s)[0], want / want.sum(-1, keepdims=True), OF_SOFTMAX)
 
 
 def test_ties_at_the_boundary_are_all_kept_and_greedy_takes_the_lowest_id():
-    logits = jnp.broadcast_to(jnp.array([1.0, 3.0, 2.0, 2.0, 3.0, 2.0]), (5, 1, 6))
+    logits = np.tile(np.array([1, 3, 2, 2, 3, 2], np.float32), (5, 1, 1))
     s = state(
         {"temperature": [0, 1, 1, 1, 1], "top_k": [0, 1, 3, 0, 0], "top_p": [1, 1, 1, 0.61, 0.63]}, 5, 6
     )
@@ -142,19 +158,19 @@ def test_ties_at_the_boundary_are_all_kept_and_greedy_takes_the_lowest_id():
     np.testing.assert_array_equal(got[2] > 0, [0, 1, 1, 1, 1, 1])
     np.testing.assert_array_equal(got[3] > 0, [0, 1, 0, 0, 1, 0])  # the two tops hold 0.617 of the mass
     np.testing.assert_array_equal(got[4] > 0, [0, 1, 1, 1, 1, 1])
-    np.testing.assert_allclose(got.sum(-1), 1, rtol=1e-6)
+    near(got.sum(-1), np.ones(5), 2 * 6)
 
 
 def test_zeros_of_both_signs_are_one_value_for_top_k():
-    logits = jnp.array([[[-0.0, 0.0, -1.0]], [[0.0, -0.0, -1.0]]])
+    logits = np.array([[[-0.0, 0.0, -1.0]], [[0.0, -0.0, -1.0]]], np.float32)
     got = np.asarray(distribution(logits, state({"top_k": 1}, 2, 3)))
     np.testing.assert_array_equal(got[:, 0], [[0.5, 0.5, 0]] * 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
 @pytest.mark.parametrize("bad", ["nan", "one nan", "inf", "all masked"])
-def test_a_broken_row_stays_broken_and_alone(temperature, bad):
-    logits = np.random.default_rng(1).normal(0, 3, (B, W, V)).astype(np.float32)
+def test_a_broken_row_stays_broken_and_alone(rng, temperature, bad):
+    logits = rng.normal(0, 3, (B, W, V)).astype(np.float32)
     s = state({"temperature": temperature, "top_k": 5, "top_p": 0.9, "min_p": 0.05})
     clean = np.asarray(distribution(logits, s))
     broken = logits.copy()
@@ -165,27 +181,26 @@ def test_a_broken_row_stays_broken_and_alone(temperature, bad):
     assert np.isnan(got[1, 0]).all()
     got[1, 0] = clean[1, 0]
     np.testing.assert_array_equal(got, clean)
-    keys = sm.row_keys(jnp.arange(2, dtype=jnp.uint32), jnp.zeros(2, jnp.int32), sm.Purpose.SAMPLE)
-    tokens = draw(keys, jnp.array([[np.nan] * V, clean[0, 0]]))
+    keys = row_keys(np.arange(2, dtype=np.uint32), np.zeros(2, np.int32), sm.Purpose.SAMPLE)
+    tokens = draw(keys, np.array([[np.nan] * V, clean[0, 0]], np.float32))
     assert tokens[0] == sm.NO_TOKEN
     assert tokens[1] >= 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_one_bad_logit_of_a_large_vocabulary_breaks_its_row(temperature, bad):
+def test_one_bad_logit_of_a_large_vocabulary_breaks_its_row(rng, temperature, bad):
     """A maximum over many numbers may pass over NaN on a CPU."""
-    logits = np.random.default_rng(4).normal(0, 3, (B, W, 8192)).astype(np.float32)
+    logits = rng.normal(0, 3, (B, W, 8192)).astype(np.float32)
     logits[1, 1, 77], logits[0, 0, 5:9] = bad, -np.inf
     broken = np.zeros((B, W), bool)
     broken[1, 1] = True
     s = state({"temperature": temperature}, B, 8192)
-    for found in (distribution(logits, s), jax.jit(sm.point_mass)(logits)):
+    for found in (distribution(logits, s), point_mass(logits)):
         np.testing.assert_array_equal(np.isnan(found).all(-1), broken)
         np.testing.assert_array_equal(np.isnan(found).any(-1), broken)
-    np.testing.assert_array_equal(jax.jit(sm.likeliest)(logits) == sm.NO_TOKEN, broken)
-    finite = jax.jit(sm.all_finite)(logits)
-    np.testing.assert_array_equal(finite, np.isfinite(logits).all(-1))
+    np.testing.assert_array_equal(likeliest(logits) == sm.NO_TOKEN, broken)
+    np.testing.assert_array_equal(all_finite(logits), np.isfinite(logits).all(-1))
 
 
 def test_all_but_one_masked_and_extreme_temperatures():
@@ -195,8 +210,7 @@ def test_all_but_one_masked_and_extreme_temperatures():
     np.testing.assert_array_equal(distribution(logits, s), np.broadcast_to(np.eye(V)[5], (B, W, V)))
 
 
-def test_mixed_rows_equal_rows_alone():
-    rng = np.random.default_rng(2)
+def test_mixed_rows_equal_rows_alone(rng):
     logits = rng.normal(0, 3, (6, W, V)).astype(np.float32)
     fields = {
         "temperature": [0, 1, 0.5, 2, 1, 1], "top_k": [0, 0, 4, 0, V, 2], "top_p": [1, 1, 0.7, 0.9, 1, 0.5],
@@ -205,7 +219,7 @@ def test_mixed_rows_equal_rows_alone():
         "stop_mask": rng.random((6, V)) < 0.2, "counts": rng.integers(0, 2, (6, V)),
     }  # fmt: skip
     fields = {name: np.asarray(value) for name, value in fields.items()}
-    tokens = jnp.asarray(rng.integers(0, V, (6, W)), jnp.int32)
+    tokens = rng.integers(0, V, (6, W)).astype(np.int32)
 
     @jax.jit
     def run(logits, s, tokens):
@@ -219,35 +233,34 @@ def test_mixed_rows_equal_rows_alone():
         row = slice(b, b + 1)
         only = {name: value[row] for name, value in fields.items()}
         alone = run(logits[row], state(only, 1), tokens[row])
-        np.testing.assert_allclose(together[0][row], alone[0], rtol=1e-6, atol=0)
+        near(together[0][row], alone[0], OF_SOFTMAX)
         np.testing.assert_array_equal(together[1][row], alone[1])
 
 
-def test_row_keys_depend_on_seed_position_and_purpose_only():
-    rng = np.random.default_rng(3)
-    seed = jnp.asarray(rng.integers(0, 2**32, 64), jnp.uint32)
-    position = jnp.asarray(rng.integers(0, 9, 64), jnp.int32)
-    data = np.asarray(jax.random.key_data(sm.row_keys(seed, position, sm.Purpose.ACCEPT)))
-    order = rng.permutation(64)[:40]
-    moved = sm.row_keys(seed[order], position[order], sm.Purpose.ACCEPT)
-    np.testing.assert_array_equal(jax.random.key_data(moved), data[order])
+def test_row_keys_depend_on_seed_position_and_purpose_only(rng):
+    @jax.jit
+    def words(seed: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
+        return jax.random.key_data(sm.row_keys(seed, position, purpose))
+
+    seed, position = rng.integers(0, 2**32, 64).astype(np.uint32), rng.integers(0, 9, 64).astype(np.int32)
+    data, order = np.asarray(words(seed, position, sm.Purpose.ACCEPT)), rng.permutation(64)
+    np.testing.assert_array_equal(words(seed[order], position[order], sm.Purpose.ACCEPT), data[order])
     purposes = [*sm.Purpose, sm.Purpose.DRAFT + 1, sm.Purpose.DRAFT + 2]
-    keys = [sm.row_keys(seed, position + i, p) for p in purposes for i in range(3)]
-    distinct = {tuple(k) for many in keys for k in np.asarray(jax.random.key_data(many))}
+    keys = [np.asarray(words(seed, position + i, p)) for p in purposes for i in range(3)]
+    distinct = {tuple(k) for many in keys for k in many}
     assert len(distinct) == 64 * len(keys)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 9, 1000])
-def test_sample_has_the_exact_law_and_never_draws_probability_zero(vocab):
-    rng = np.random.default_rng(vocab)
-    rows = 50_000
+@pytest.mark.parametrize("vocab", [1, 2, 9, pytest.param(1000, marks=pytest.mark.rest)])
+def test_sample_has_the_exact_law_and_never_draws_probability_zero(rng, vocab):
+    rows = 20_000
     p = rng.gamma(0.5, size=vocab)
     p[rng.random(vocab) < 0.4] = 0
     p[-1] = 0.0 if vocab > 1 else 1.0
     p[0] += p.sum() == 0
     p /= p.sum()
-    keys = sm.row_keys(jnp.arange(rows, dtype=jnp.uint32), jnp.zeros(rows, jnp.int32), sm.Purpose.SAMPLE)
-    probs = jnp.broadcast_to(jnp.asarray(p, jnp.float32) * 0.3, (rows, vocab))  # not normalised
+    keys = row_keys(np.arange(rows, dtype=np.uint32), np.zeros(rows, np.int32), sm.Purpose.SAMPLE)
+    probs = np.tile(0.3 * p.astype(np.float32), (rows, 1))  # not normalised
     seen = np.bincount(np.asarray(draw(keys, probs)), minlength=vocab)
     assert (seen[p == 0] == 0).all()
     likely = p * rows >= 5
@@ -258,19 +271,18 @@ def test_sample_has_the_exact_law_and_never_draws_probability_zero(vocab):
         assert stats.chisquare(observed[kept], expected[kept]).pvalue > 0.01
 
 
-def test_top_logprobs_are_the_models_own():
-    rng = np.random.default_rng(5)
+def test_top_logprobs_are_the_models_own(rng):
     logits = np.round(rng.normal(0, 3, (B, W, V)).astype(np.float32)) + 0.0  # ties, and no -0.0
-    chosen = rng.integers(0, V, (B, W))
-    got = jax.jit(sm.top_logprobs, static_argnums=2)(logits, chosen, 5)
+    chosen, top = rng.integers(0, V, (B, W)), jax.jit(sm.top_logprobs, static_argnums=2)
+    got = top(logits, chosen, 5)
     x = logits.astype(np.float64)
     expected = x - np.log(np.exp(x).sum(-1, keepdims=True))
     order = np.argsort(-x, axis=-1, kind="stable")[..., :5]
     at = np.take_along_axis(expected, chosen[..., None], -1)
     np.testing.assert_array_equal(got.ids, order)
-    np.testing.assert_allclose(got.values, np.take_along_axis(expected, order, -1), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got.chosen, at[..., 0], rtol=1e-5, atol=1e-5)
+    near(got.values, np.take_along_axis(expected, order, -1), OF_SOFTMAX, size=np.abs(logits).max())
+    near(got.chosen, at[..., 0], OF_SOFTMAX, size=np.abs(logits).max())
     np.testing.assert_array_equal(got.rank, (expected >= at).sum(-1))
-    assert sm.top_logprobs(jnp.asarray(logits), jnp.asarray(chosen), 0).ids.shape == (B, W, 0)
-    everything = sm.top_logprobs(jnp.asarray(logits), jnp.asarray(chosen), V + 8)  # no more than there are
+    assert top(logits, chosen, 0).ids.shape == (B, W, 0)
+    everything = top(logits, chosen, V + 8)  # no more than there are
     np.testing.assert_array_equal(everything.ids, np.argsort(-x, axis=-1, kind="stable"))

@@ -25,6 +25,7 @@ def test_lossless(verifier: str, grammar: bool):
     assert min(p_values(build(TARGET), TARGET, verifier, grammar)) > 1e-4
 
 
+@pytest.mark.rest
 def test_a_tree_is_lossless():
     """Rows that draw, with 0 to 3 nodes each."""
     assert min(p_values(build(TARGET, tree=TreeShape.of("[[0], [1], [0, 0]]")), TARGET, "coupled")) > 1e-4
