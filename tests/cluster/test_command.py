@@ -129,6 +129,7 @@ def test_who_wants_no_token_has_none(environment):
     assert "RAY_AUTH_TOKEN" not in os.environ
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_the_builder_needs_a_command_for_ray():
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]' -c constraints.txt")
     with pytest.raises(ConfigError, match="the command must have --ray"):

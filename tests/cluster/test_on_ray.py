@@ -21,7 +21,7 @@ from tests import tiny_tokenizer
 from tests.cluster.processes import command, of_ray, wait_for
 
 pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]' -c constraints.txt")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]  # Ray's own
 
 SIZES = "--max-model-len 96 --page-size 16 --prefill-chunk 16 --max-num-seqs 2 --num-speculative-tokens 1"
 SIZES += f" --fixed-depth --compile-cache {jax.config.values['jax_compilation_cache_dir'] or 'xla'}"
