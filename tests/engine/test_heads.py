@@ -83,7 +83,7 @@ def kept(requests: Sequence[Request]) -> int:
 
 
 # DFlash2 has DFlash's form, and more.
-MARKS = {v: rest for v in HEADS if v != "eagle3"} | {"dflash": pytest.mark.slow}
+MARKS = {v: rest for v in HEADS if v not in ("eagle3", "dspark")} | {"dflash": pytest.mark.slow}
 FORMS = [pytest.param(v, marks=MARKS.get(v, ())) for v in HEADS]
 
 
