@@ -19,7 +19,7 @@ from mtp_jax.decode import sampling as sm
 from mtp_jax.decode import verify as vf
 from tests.decode.law import chi_square, continuations
 
-V, LENGTH, ROWS = 6, 3, 2_500  # vocabulary, emitted tokens compared, rows per configuration
+V, LENGTH, ROWS = 6, 3, 5_000  # vocabulary, emitted tokens compared, rows per configuration
 DEPTH = 3  # drafts per step
 START = 0  # the newest token when the loop begins
 _DATA = np.random.default_rng(0).normal(size=(2, V, V))
