@@ -33,8 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
         compiling.compile_fast()
         compiling.share_contexts()
         config.pluginmanager.register(CpuTime(config))
-    # How long an example takes depends on what else the computer does.
-    settings.register_profile("suite", deadline=None)
+    # How long an example takes depends on what else the computer does. Examples are the same in every run, but
+    # for the nightly run.
+    settings.register_profile("suite", deadline=None, derandomize=not config.getoption("optimised"))
     settings.load_profile("suite")
     import jax
 
