@@ -24,6 +24,19 @@ if _OLD_EMITTER:
     FAST.append("--xla_cpu_use_fusion_emitters=false")
 
 
+NEEDS_FLOAT16 = (
+    "needs a processor with F16C, and XLA_FLAGS that allow AVX: XLA converts float16 in no other way"
+)
+
+
+def lacks_float16(error: BaseException) -> bool:
+    """Whether XLA could not compile a program because float16 cannot be converted here.
+
+    Nearly all that XLA does with e4m3, but for conversions to float32 and from it, goes by way of float16.
+    """
+    return not converts_float16() and "Failed to materialize symbols" in str(error)
+
+
 def compile_fast() -> None:
     """Have XLA compile fast, in this process and in those that it starts. Before jax is imported."""
     given = os.environ.get("XLA_FLAGS", "").split()

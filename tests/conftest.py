@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import pytest
@@ -33,8 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         compiling.compile_fast()
         compiling.share_contexts()
         config.pluginmanager.register(CpuTime(config))
-    # How long an example takes depends on what else the computer does. Examples are the same in every run, but
-    # for the nightly run.
+    # How long an example takes depends on what else the computer does. Each run has the same examples, but for
+    # the nightly run.
     settings.register_profile("suite", deadline=None, derandomize=not config.getoption("optimised"))
     settings.load_profile("suite")
     import jax
@@ -51,6 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache := getattr(config, "cache", None):  # unless -p no:cacheprovider
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax") / program_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and call.excinfo and compiling.lacks_float16(call.excinfo.value):
+        report.outcome, place = "skipped", item.reportinfo()
+        report.longrepr = (str(place[0]), (place[1] or 0) + 1, f"Skipped: {compiling.NEEDS_FLOAT16}")
+    return report
 
 
 @pytest.fixture
