@@ -33,8 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
         compiling.compile_fast()
         compiling.share_contexts()
         config.pluginmanager.register(CpuTime(config))
-    # How long an example takes depends on what else the computer does. Each run has the same examples, but for
-    # the nightly run.
+    # How long an example takes depends on what else the computer does. All runs but the nightly one have the
+    # same examples.
     settings.register_profile("suite", deadline=None, derandomize=not config.getoption("optimised"))
     settings.load_profile("suite")
     import jax
