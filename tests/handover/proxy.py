@@ -19,6 +19,7 @@ class Proxy:
 
     def __init__(self, target: tuple[str, int], harm: Harm = lambda at, data: data) -> None:
         self._target, self._harm, self.passed = target, harm, 0
+        self._closed = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -27,6 +28,7 @@ class Proxy:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._closed.set()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -42,7 +44,7 @@ class Proxy:
                 server.sendall(data)
 
     def _down(self, client: socket.socket, server: socket.socket) -> None:
-        at = 0
+        at, harmed = 0, b""
         with suppress(OSError), client, server:
             while data := server.recv(2**16):
                 harmed = self._harm(at, data)
@@ -52,6 +54,8 @@ class Proxy:
                     client.shutdown(socket.SHUT_RDWR)
                     return
                 client.sendall(harmed)
+            if at and not harmed:
+                self._closed.wait()  # of a stalled connection the client does not see the end either
 
 
 def flip(offset: int) -> Harm:
