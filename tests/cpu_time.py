@@ -24,6 +24,9 @@ NOISE = 2.0
 # Units that a file may take whatever its budget: imports, and threads of servers that other files began.
 FREE = 5.0
 
+# Units that somebody who changes a file, or a room, waits for in `make test`, in one process.
+FILE, ROOM = 30.0, 120.0
+
 Units = Mapping[str, Mapping[str, float]]
 
 
@@ -66,12 +69,20 @@ def text(budget: Units) -> str:
 
 
 def too_much(budget: Units, measured: Units) -> list[str]:
-    """A line for every file that takes more than it may."""
-    return [
-        f"{file} took {units:.1f} units of CPU time in `{part}`; tests/cpu_budget.toml allows {most:.1f}"
+    """A line for every file, and every room, that takes more than it may."""
+    rooms: defaultdict[str, float] = defaultdict(float)
+    for file, units in measured["test"].items():
+        rooms["/".join(Path(file).parts[:2])] += units
+    spent = [
+        (part, file, units, budget[part].get(file))
         for part in PARTS
         for file, units in measured[part].items()
-        if (most := budget[part].get(file)) is not None and units > NOISE * most + FREE
+    ]
+    spent += [("test", room, units, ROOM) for room, units in rooms.items() if not room.endswith(".py")]
+    return [
+        f"{name} took {units:.1f} units of CPU time in `{part}`; tests/cpu_budget.toml allows {most:.1f}"
+        for part, name, units, most in spent
+        if most is not None and units > NOISE * most + FREE
     ]
 
 

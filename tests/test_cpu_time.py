@@ -1,6 +1,5 @@
 """The budget of CPU time names every test file, and fails a run that is over it."""
 
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,11 +7,8 @@ from typing import Any, cast
 import pytest
 
 from tests import cpu_time
-from tests.cpu_time import FREE, NOISE, CpuTime, lowered, read_budget, text, too_much
+from tests.cpu_time import FILE, FREE, NOISE, ROOM, CpuTime, lowered, read_budget, text, too_much
 from tests.layers import ROOT
-
-# Seconds of a slow machine that somebody who changes a file, or a room, waits for.
-FILE, ROOM = 30, 120
 
 
 @pytest.fixture
@@ -35,12 +31,17 @@ def test_every_file_has_a_budget():
     )
 
 
-def test_a_file_and_a_room_end_soon():
-    rooms: defaultdict[str, float] = defaultdict(float)
-    for file, units in read_budget()["test"].items():
-        assert units <= FILE, file
-        rooms[Path(file).parts[1]] += units
-    assert {room: units for room, units in rooms.items() if units > ROOM} == {}
+def test_a_file_ends_soon():
+    assert {file: units for file, units in read_budget()["test"].items() if units > FILE} == {}
+
+
+def test_a_room_is_over_its_budget_by_more_than_noise():
+    """Its files share programs, so that no sum of budgets says how long it takes."""
+    had, most = {"test": {}, "rest": {}}, NOISE * ROOM + FREE
+    spent = {"tests/x/test_a.py": most - 9, "tests/x/test_b.py": 9.0, "tests/test_c.py": 999.0}
+    assert not too_much(had, {"test": spent, "rest": {}})
+    (fault,) = too_much(had, {"test": {**spent, "tests/x/test_b.py": 10.0}, "rest": {}})
+    assert fault.startswith("tests/x took 246.0 units")
 
 
 def test_a_budget_only_falls():
