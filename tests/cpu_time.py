@@ -21,7 +21,7 @@ PARTS = ("test", "rest")
 # Neighbours on a shared machine take caches and memory bandwidth from a process, which then needs more CPU
 # time for the same work.
 NOISE = 2.0
-# Units that a file may take whatever its budget: imports, and threads of servers that other files began.
+# Units beside any budget: imports, and threads of servers that earlier files started.
 FREE = 5.0
 
 # Units that somebody who changes a file, or a room, waits for in `make test`, in one process.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import param_specs
+from mtp_jax.model.params import Params, param_specs
 
 # Standard deviations of the walk that a comparison allows. A normal variable is beyond 4 once in 16,000
 # times, and a step's deviation is at most u / sqrt(3) times a partial sum, of which ``size`` is the largest.
@@ -56,3 +56,9 @@ def of_model(cfg: ModelConfig, tokens: int) -> int:
     """
     weights = sum(spec.tensor_shape[-1] for spec in jax.tree.leaves(param_specs(cfg)))
     return weights + 2 * tokens * (cfg.num_hidden_layers + cfg.num_nextn_predict_layers)
+
+
+def largest_logit(params: Params, cfg: ModelConfig) -> float:
+    """A bound of logits and of their partial sums: a state is ``norm`` times a vector of length sqrt(D)."""
+    rows = np.linalg.norm(np.asarray(params.head) * np.asarray(params.norm), axis=1)
+    return float(rows.max() * np.sqrt(cfg.hidden_size))

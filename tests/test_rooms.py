@@ -9,7 +9,7 @@ from tests.layers import LAYERS, ROOT, imports, modules
 DEVELOPMENT = ROOT / "docs" / "development.md"
 # Lowest layer: every room needs it, and `make test` is the answer.
 EVERYWHERE = {*LAYERS[0], "__init__", "__main__"}
-# A room of tests is named where so many of its files import the code: fewer import a helper.
+# Files of a room of tests that must import the code for the room to be named: fewer import a helper.
 SEVERAL = 3
 
 

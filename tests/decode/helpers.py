@@ -13,8 +13,6 @@ from mtp_jax.decode.drafter.suffix import SuffixPages
 from mtp_jax.decode.state import DrafterState, Slots, State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Status
-from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Params
 
 
 def leaking(kind: Any) -> Any:
@@ -31,12 +29,6 @@ def leaking(kind: Any) -> Any:
 def zeroed(abstract: Any) -> Any:
     """A state of zeros in host memory: nothing is compiled for the shape of an array."""
     return jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), abstract)
-
-
-def largest_logit(params: Params, cfg: ModelConfig) -> float:
-    """The product of the norms of a head's row and of a normed hidden state: no logit exceeds it."""
-    row = np.linalg.norm(np.asarray(params.head), axis=-1).max()
-    return float(row * np.abs(params.norm).max() * np.sqrt(cfg.hidden_size))
 
 
 @pytest.fixture

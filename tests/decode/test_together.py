@@ -28,9 +28,8 @@ from mtp_jax.model.parts import join, split
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.trunk import Model
 from mtp_jax.model.visible import chain
-from tests.decode.helpers import largest_logit
 from tests.models import TINY, on_mesh, prompts, tiny_params
-from tests.rounding import near, of_model
+from tests.rounding import largest_logit, near, of_model
 
 SLOTS, DEPTH, PAGES, SIZE, TOKENS = 4, 3, 3, 16, 16
 DRAFTER = build(TINY)

@@ -23,10 +23,10 @@ from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.stack import Stack
-from tests.decode.helpers import largest_logit, zeroed
+from tests.decode.helpers import zeroed
 from tests.decode.planted import COLUMNS, DEPTH, LENGTH, ROWS, SIZE, Planted, Told, World, beginnings, decode
 from tests.models import TINY, gqa
-from tests.rounding import near, of_model
+from tests.rounding import largest_logit, near, of_model
 
 INDEX = IndexerConfig(heads=4, dim=8, topk=12, shared=(False, True))
 SPARSE = World(replace(TINY, indexer=INDEX, eos_token_ids=()))

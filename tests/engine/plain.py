@@ -14,7 +14,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from tests.models import TINY, Reference, chosen_logprobs, make_engine, prepare, tiny_params
-from tests.rounding import error, near, of_model
+from tests.rounding import error, largest_logit, near, of_model
 
 WIDEST = SamplingParams(temperature=1.0, logprobs=5, prompt_logprobs=5)
 
@@ -44,21 +44,15 @@ def compile_steps(engine: Engine, prompt: Sequence[int], params: SamplingParams,
     engine.runner.compile(k for k in keys if isinstance(k, StepKey) and not k.tokens)
 
 
-def largest_logit(params: Params, cfg: ModelConfig) -> float:
-    """A bound of logits and of their partial sums: a state is ``norm`` times a vector of length sqrt(D)."""
-    rows = np.linalg.norm(np.asarray(params.head) * np.asarray(params.norm), axis=1)
-    return float(rows.max() * np.sqrt(cfg.hidden_size))
-
-
 def tolerance(tokens: int, cfg: ModelConfig = TINY) -> float:
-    """How far rounding moves a logit or a log-probability of a text of so many tokens."""
+    """The difference that rounding explains between two logits, or log-probabilities, of a text."""
     return error(of_model(cfg, tokens), largest_logit(tiny_params(cfg), cfg))
 
 
 def near_logits(
     got: Any, want: Any, tokens: int, cfg: ModelConfig = TINY, params: Params | None = None
 ) -> None:
-    """Logits or log-probabilities of a text of so many tokens are the same, up to rounding."""
+    """Assert that logits or log-probabilities of a text of ``tokens`` tokens differ by rounding alone."""
     params = tiny_params(cfg) if params is None else params
     near(got, want, of_model(cfg, tokens), size=largest_logit(params, cfg))
 

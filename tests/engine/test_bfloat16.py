@@ -13,7 +13,7 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.model.params import Params, param_specs
-from tests.engine.plain import largest_logit, widest
+from tests.engine.plain import widest
 from tests.models import (
     GREEDY,
     TINY,
@@ -24,7 +24,7 @@ from tests.models import (
     serve,
     tiny_params,
 )
-from tests.rounding import error
+from tests.rounding import error, largest_logit
 
 pytestmark = pytest.mark.rest
 
