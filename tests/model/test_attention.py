@@ -33,6 +33,7 @@ CONFIGS = {"low rank": TINY, "no low rank": NO_LOW_RANK, "half-split rope": HALF
 
 
 @functools.cache
+@jax.ensure_compile_time_eval()  # a test may ask first while it traces a program
 def block(name: str) -> tuple[Layer, np.ndarray, np.ndarray]:
     """Weights, inputs [B, T, D] and what attention without a cache makes of them."""
     cfg = CONFIGS[name]
