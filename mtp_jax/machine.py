@@ -40,9 +40,9 @@ def processor_features() -> frozenset[str]:
 
 
 def converts_float16() -> bool:
-    """Whether programs for this processor may convert float16: XLA has instructions for it or none at all.
+    """Whether XLA can compile conversions of float16 for this processor.
 
-    On x86 the instructions are F16C, and ``--xla_cpu_max_isa=SSE4_2`` in XLA_FLAGS forbids them.
+    On x86 XLA needs F16C for them, which ``--xla_cpu_max_isa=SSE4_2`` in XLA_FLAGS forbids.
     """
     if "xla_cpu_max_isa=SSE4_2" in os.environ.get("XLA_FLAGS", ""):
         return False

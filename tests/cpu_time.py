@@ -2,7 +2,8 @@
 
 A unit is the CPU time of ``calibrate``, which traces and compiles as tests do: about a second on a slow
 machine. ``cpu_budget.toml`` has the units of each file's tests in ``make test`` and in ``make test-all``,
-in a process of its own with an empty compile cache. A run fails if a file takes ``NOISE`` times as much.
+alone with an empty compile cache or, of small files, 1.5 times their part of a whole run. A run fails if a
+file takes ``FREE`` more than ``NOISE`` times as much.
 ``pytest --lower-cpu-budget`` writes the figures of a run where they are lower.
 """
 
@@ -81,7 +82,7 @@ def too_much(budget: Units, measured: Units) -> list[str]:
     ]
     spent += [("test", room, units, ROOM) for room, units in rooms.items() if not room.endswith(".py")]
     return [
-        f"{name} took {units:.1f} units of CPU time in `{part}`; tests/cpu_budget.toml allows {most:.1f}"
+        f"{name} took {units:.1f} units of CPU time in `{part}`; its budget is {most:.1f} (tests/cpu_time.py)"
         for part, name, units, most in spent
         if most is not None and units > NOISE * most + FREE
     ]

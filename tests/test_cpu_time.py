@@ -58,7 +58,8 @@ def test_a_file_is_over_its_budget_by_more_than_noise():
     assert not too_much(had, {"test": {file: most, "tests/test_new.py": 999.0}, "rest": {file: 999.0}})
     (fault,) = too_much(had, {"test": {file: most + 1}, "rest": {}})
     assert (
-        fault == f"{file} took {most + 1:.1f} units of CPU time in `test`; tests/cpu_budget.toml allows 10.0"
+        fault
+        == f"{file} took {most + 1:.1f} units of CPU time in `test`; its budget is 10.0 (tests/cpu_time.py)"
     )
 
 

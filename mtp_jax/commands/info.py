@@ -85,12 +85,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine(args: argparse.Namespace) -> int:
-    from mtp_jax.bench.figures import figures, lines
-
     beside = [name for name, default in _OF_CHECKPOINTS.items() if getattr(args, name) != default]
     beside += ["draft_captures"] * (captures(args) is not None)
     if beside:
         raise ConfigError(f"--machine describes this machine, no checkpoint; leave out: {', '.join(beside)}")
+    from mtp_jax.bench.figures import figures, lines
+
     found = figures()
     show.write(json.dumps(found, indent=2) + "\n" if args.json else lines(found))
     return 0

@@ -41,7 +41,7 @@ def run(engine: Engine, requests: list[Request]) -> list[Request]:
 
 
 def test_same_tokens_at_every_depth():
-    """In one program, and in mixed company."""
+    """All depths share one program; other requests run beside."""
     engine = engine_with("coupled")
     deepest = run(engine, [engine.make_request(*j) for j in jobs()])
     runs = [run(engine, [engine.make_request(*j) for j in jobs(depth)]) for depth in range(DEPTH + 1)]

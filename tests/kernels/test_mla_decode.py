@@ -62,7 +62,7 @@ def test_reference_equals_float64(kind):
     rows = jax.jit(lambda x: unpack(x, RANK).astype(jnp.bfloat16))(pages) if kind == "fp8" else pages
     expected, some = exact(q, q_rope, rows, page_table, mask), np.asarray(mask).any(-1)
     assert distance(reference, expected) < rounded(1)
-    # Of probabilities and of the result.
+    # Probabilities and the result are rounded.
     assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < rounded(2)
     assert not np.asarray(reference, np.float64)[~some].any()
 

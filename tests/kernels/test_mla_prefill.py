@@ -56,7 +56,7 @@ def test_reference_equals_float64(sizes):
     assert (np.asarray(lse)[~some_lse] <= -1e30).all()
     # Terms of a score, and of the sum of their exponentials.
     near(np.asarray(lse)[some_lse], expected_lse[some_lse], q.shape[-1] + shape.rows)
-    # Of probabilities and of the output.
+    # Probabilities and the output are rounded.
     assert distance(np.asarray(baseline, np.float64)[some], expected[some]) < rounded(2)
 
 

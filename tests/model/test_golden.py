@@ -156,7 +156,7 @@ def test_float32_agrees(variant: str, on: Backend):
     ids=["bf16 AMX", "bf16", "fp8", "fp8 XLA"],
 )
 def test_narrow_weights_are_multiplied_as_they_are(variant: str, on: Backend, kind: type):
-    """By loops and, without them on any processor, by matrix instructions for bfloat16."""
+    """Loops and matrix instructions for bfloat16 multiply them: both forms, on any processor."""
     layer = loaded(variant, narrow="keep").params.layers[0]
     assert isinstance(layer.mlp.down, kind)
     agrees(variant, computed(variant, on, "keep"))
