@@ -197,3 +197,16 @@ def load(ref: Ref, index: Index, layout: Layout) -> jax.Array:
     if jax.__version_info__ < (0, 11):
         return read(ref, index, layout=layout, optimized=False)
     return read(ref.at[index], layout=layout, optimized=False)
+
+
+def store(ref: Ref, x: jax.Array) -> None:
+    """Store registers straight into global memory.
+
+    Lanes of a layout that suits a kernel's reads may write less than a sector of memory together, which jax
+    0.12 accepts only from a store that says so. Earlier releases have no such store.
+    """
+    if jax.__version_info__ < (0, 12):
+        ref[...] = x
+    else:
+        write: Any = getattr(plgpu, "store")  # noqa: B009 - unknown to earlier releases
+        write(ref, x, optimized=False)

@@ -26,6 +26,7 @@ from kernels_pallas.mosaic import (
     load,
     per_column,
     per_row,
+    store,
 )
 from kernels_pallas.router import reference as router
 
@@ -123,9 +124,9 @@ def arrange(
             size = row_sums(lambda part, e: jnp.where(e == per_row(owner, width), spread(sizes, part), 0))
             done = (tile - begin) * rows
             to = pl.ds(chunk * ROWS, ROWS)
-            table[0, to] = jnp.minimum(owner, experts - 1)
-            table[1, to] = start + done
-            table[2, to] = jnp.minimum(jnp.maximum(size - done, 0), rows)
+            store(table.at[0, to], jnp.minimum(owner, experts - 1))
+            store(table.at[1, to], start + done)
+            store(table.at[2, to], jnp.minimum(jnp.maximum(size - done, 0), rows))
 
         lax.fori_loop(0, experts // width, add_up, None)
         mine = pl.ds(block * ROWS, ROWS)
@@ -143,7 +144,7 @@ def arrange(
             slot += jnp.sum(jnp.where(jnp.logical_and(same, earlier_token), 1, 0), axis=1)
         here = jnp.logical_and(jnp.logical_and(own >= 0, own < experts), row + block * ROWS < tokens)
         slot = jnp.where(here, slot, total)
-        place[j, mine] = slot
+        store(place.at[j, mine], slot)
         places[...] = slot
         lax.fori_loop(0, ROWS, put, None)
         for c in range(0, experts, ROWS):
@@ -153,7 +154,7 @@ def arrange(
 
         @pl.when(jnp.logical_and(block == 0, j == 0))
         def _count() -> None:
-            count[...] = row_sums(lambda part, _: needed(part))
+            store(count, row_sums(lambda part, _: needed(part)))
 
         this = block * chosen + j
         lax.fori_loop(0, lax.div(chunks - this + blocks * chosen - 1, blocks * chosen), describe, None)

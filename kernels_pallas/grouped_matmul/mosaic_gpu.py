@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import COMPUTE, Sizes, Tile
-from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row
+from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row, store
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
 
@@ -367,7 +367,7 @@ class _Walk:
             if self.sizes.fp8:
                 write(value, out, self.out[1].at[column_tile, pl.ds(row_tile * tile.rows + row, WARPS)])
             else:
-                out[...] = value.astype(out.dtype)
+                store(out, value.astype(out.dtype))
 
         lax.fori_loop(0, lax.div(pieces - part + (tile.splits - 1), tile.splits), finish, None)
 

@@ -27,6 +27,7 @@ from kernels_pallas.mosaic import (
     load,
     operand_tiles,
     per_column,
+    store,
 )
 
 TILE = WGMMA_ROWS
@@ -151,12 +152,13 @@ def index_scores(
                     first, end, ahead = sees[t]
                     bit = lax.shift_right_logical(jnp.full_like(row, ahead), jnp.clip(row - end, 0, 31)) & 1
                     visible = (row >= first) & ((row < end) | (bit == 1))
-                    out_ref[slot, token, pl.ds(at * TILE, TILE)] = jnp.where(visible, total, -jnp.inf)
+                    rows = pl.ds(at * TILE, TILE)
+                    store(out_ref.at[slot, token, rows], jnp.where(visible, total, -jnp.inf))
 
             def fill(j: jax.Array, _: None) -> None:
                 rows = pl.ds((blank.first + COMPUTE * j + mine) * TILE, TILE)
                 for token in each:
-                    out_ref[slot, token, rows] = wg.full((TILE,), -jnp.inf)
+                    store(out_ref.at[slot, token, rows], wg.full((TILE,), -jnp.inf))
 
             lax.fori_loop(0, lax.div(blank.count - mine + 1, COMPUTE), fill, None)
             plgpu.barrier_wait(q_ready)

@@ -14,7 +14,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels_pallas.mosaic import LINE, LINE_OF, Index, Interpreter, Layout, Ref, Warpgroup, lines, load
+from kernels_pallas.mosaic import (
+    LINE,
+    LINE_OF,
+    Index,
+    Interpreter,
+    Layout,
+    Ref,
+    Warpgroup,
+    lines,
+    load,
+    store,
+)
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm.mosaic_gpu import ROW
 
@@ -80,8 +91,8 @@ def mla_absorb(
         turns = [[load(ref, (token,), LINE_OF) for ref in angles_refs] for token in range(tokens)]
         for token, (numbers, (a, b), (cos, sin)) in enumerate(zip(firsts, pairs, turns, strict=True)):
             q_s[token, :, :] = numbers
-            rope_ref[token, head, 0] = (a * cos - b * sin).astype(jnp.bfloat16)
-            rope_ref[token, head, 1] = (a * sin + b * cos).astype(jnp.bfloat16)
+            store(rope_ref.at[token, head, 0], (a * cos - b * sin).astype(jnp.bfloat16))
+            store(rope_ref.at[token, head, 1], (a * sin + b * cos).astype(jnp.bfloat16))
 
         def group(i: jax.Array, mixed: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             """Add the rows whose loads are under way together, each times a number of every token."""
@@ -95,7 +106,7 @@ def mla_absorb(
 
         zero = wg.laid_out(jnp.zeros(row, jnp.float32), ROW)
         for token, mixed in enumerate(lax.fori_loop(0, nope // TOGETHER, group, (zero,) * tokens)):
-            inward_ref[token, head] = mixed.astype(jnp.bfloat16)
+            store(inward_ref.at[token, head], mixed.astype(jnp.bfloat16))
 
     def cut(numbers: int) -> jax.Array:
         return q.reshape(*q.shape[:2], -1, numbers)

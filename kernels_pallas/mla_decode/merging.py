@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.mla_decode.mosaic_gpu import NOTHING
-from kernels_pallas.mosaic import Interpreter, Ref, Warpgroup, load
+from kernels_pallas.mosaic import Interpreter, Ref, Warpgroup, load, store
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm.mosaic_gpu import ROW
 
@@ -61,7 +61,7 @@ def merge(
 
         nothing = jnp.float32(NOTHING), jnp.float32(0), wg.laid_out(jnp.zeros(blocks, jnp.float32), ROW)
         _, total, mixed = lax.fori_loop(0, -(-splits // together), group, nothing)
-        merged_ref[slot, row] = (mixed * (1 / total)).astype(out.dtype)
+        store(merged_ref.at[slot, row], (mixed * (1 / total)).astype(out.dtype))
 
     run = plgpu.kernel(
         body,

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mosaic import LINE, LINE_OF, LINES_OF, Index, Interpreter, Layout, Ref, load
+from kernels_pallas.mosaic import LINE, LINE_OF, LINES_OF, Index, Interpreter, Layout, Ref, load, store
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm import mosaic_gpu as norms
 
@@ -83,15 +83,15 @@ def mla_low_rank(
 
         def write(row: Ref) -> None:
             latent = summed(kv_ref, (pl.ds(0, _LATENTS),), LINES_OF)
-            row[:_LATENTS, :] = normed(latent, kv_norm_ref, LINES_OF).astype(jnp.bfloat16)
+            store(row.at[:_LATENTS, :], normed(latent, kv_norm_ref, LINES_OF).astype(jnp.bfloat16))
             if interleaved:
                 places = [(pl.ds(RANK // 2, PAIRS), i) for i in range(2)]
             else:
                 places = [(_LATENTS + i,) for i in range(2)]
             a, b = (summed(kv_pairs_ref, place, LINE_OF) for place in places)
             cos, sin = (load(ref, (token,), LINE_OF) for ref in angles_refs)
-            row[_LATENTS, :] = (a * cos - b * sin).astype(jnp.bfloat16)
-            row[_LATENTS + 1, :] = (a * sin + b * cos).astype(jnp.bfloat16)
+            store(row.at[_LATENTS, :], (a * cos - b * sin).astype(jnp.bfloat16))
+            store(row.at[_LATENTS + 1, :], (a * sin + b * cos).astype(jnp.bfloat16))
 
         @pl.when(low_rank == 1)
         def _queries() -> None:

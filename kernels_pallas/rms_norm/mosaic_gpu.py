@@ -14,7 +14,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels_pallas.mosaic import Interpreter, Ref, load
+from kernels_pallas.mosaic import Interpreter, Ref, load, store
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, whole_tiles
 
 # Blocks of a row, one per warp at a time; the 32 lanes of a warp hold four numbers each.
@@ -65,11 +65,11 @@ def rms_norm(
         rounded = sum(each[1:], each[0]).astype(jnp.bfloat16)  # as between two launches
         x = rounded.astype(jnp.float32)
         if total:
-            out.pop(0)[row] = rounded
+            store(out.pop(0).at[row], rounded)
         square = jnp.sum(jnp.sum(x * x, axis=1)) * (1 / (blocks * BLOCK))
         normed = x * lax.rsqrt(square + eps) * load(refs[count], (), ROW).astype(jnp.float32)
         if plain:
-            out.pop(0)[row] = normed.astype(jnp.bfloat16)
+            store(out.pop(0).at[row], normed.astype(jnp.bfloat16))
         if quantised:
             write(normed, out[0].at[row], out[1].at[:, row])
 
@@ -105,8 +105,8 @@ def write(x: jax.Array, values: Ref, scales: Ref) -> None:
     """Blocks as e4m3 values, and their scales."""
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1), TINY) * (1 / FP8_MAX)
     inverse = plgpu.layout_cast(lax.broadcast_in_dim(1 / scale, x.shape, [0]), ROW)
-    values[...] = (x * inverse).astype(values.dtype)
-    scales[...] = scale
+    store(values, (x * inverse).astype(values.dtype))
+    store(scales, scale)
 
 
 def quantised_type(rows: int, blocks: int) -> list[jax.ShapeDtypeStruct]:

@@ -19,6 +19,7 @@ from kernels_pallas.mosaic import (
     load,
     per_column,
     per_row,
+    store,
 )
 
 # No expert, after all experts.
@@ -94,12 +95,12 @@ class Laying:
         scratch["numbers"][whole] = wg.laid_out(jnp.where(first, number, -1), each)
         slot = number * ALIGNMENT + (at & (self.rows - 1))
         nowhere = slots(self.tokens * self.chosen, self.experts, WGMMA_ROWS)
-        place[whole] = wg.laid_out(jnp.where(here, slot, nowhere), each)
+        store(place.at[whole], wg.laid_out(jnp.where(here, slot, nowhere), each))
         plgpu.commit_smem()
         tile, of = wg.iota_of((tiles,), 0, each), wg.iota_of((tiles, pairs), 0, LINES_OF)
         fresh = by_lane(scratch["fresh"], tiles)
         held = total(fresh < _NONE)
-        count[pl.ds(0, tiles)] = held
-        table[0, pl.ds(0, tiles)] = total(by_lane(scratch["numbers"], tiles) == of, fresh)
-        table[1, pl.ds(0, tiles)] = tile * ALIGNMENT
-        table[2, pl.ds(0, tiles)] = wg.laid_out(jnp.where(tile < held, ALIGNMENT, 0), each)
+        store(count.at[pl.ds(0, tiles)], held)
+        store(table.at[0, pl.ds(0, tiles)], total(by_lane(scratch["numbers"], tiles) == of, fresh))
+        store(table.at[1, pl.ds(0, tiles)], tile * ALIGNMENT)
+        store(table.at[2, pl.ds(0, tiles)], wg.laid_out(jnp.where(tile < held, ALIGNMENT, 0), each))

@@ -26,6 +26,7 @@ from kernels_pallas.mosaic import (
     per_column,
     per_row,
     signed,
+    store,
 )
 from kernels_pallas.router.laying import Laying
 from kernels_pallas.router.reference import BLOCK, ROWS
@@ -105,7 +106,7 @@ def choose(
             top = spread(jnp.max(reduce(jnp.maximum, choice), axis=1))
             index = _first(choice, top, lane)
             chosen.append(jnp.where(chooses, index, experts))
-            ids[j, rows] = chosen[-1]
+            store(ids.at[j, rows], chosen[-1])
             away, score = spread(index) - lane, jnp.zeros_like(scores[0])
             for i in parts:
                 hit = away == i * width
@@ -116,7 +117,7 @@ def choose(
             weight.append(lax.bitcast_convert_type(bits, jnp.float32))
         scale = rule.scaling / (sum(weight) + 1e-20) if rule.normalise else rule.scaling
         for j, w in enumerate(weight):
-            weights[j, rows] = w * scale
+            store(weights.at[j, rows], w * scale)
         if laying:
             spare = layout.reduce(1)
             laying.write(wg, [wg.laid_out(x - first[0], spare) for x in chosen], spare, tuple(out), scratch)
@@ -128,7 +129,7 @@ def choose(
             four = [x << 8 * n for n, x in enumerate(taken[i : i + 4])]
             total = jnp.sum(sum(four[1:], four[0]), axis=0)
             for n, c in enumerate(columns[i : i + 4]):
-                counts[block, c] = lax.shift_right_logical(total, 8 * n) & 0xFF
+                store(counts.at[block, c], lax.shift_right_logical(total, 8 * n) & 0xFF)
 
     first = jnp.reshape(jnp.asarray(own.first if own else 0, jnp.int32), 1)
     counts = jax.ShapeDtypeStruct((-(-padded // BLOCK) * BLOCK // ROWS, experts), jnp.int32)

@@ -31,6 +31,7 @@ from kernels_pallas.mosaic import (
     ordered,
     per_column,
     per_row,
+    store,
 )
 from kernels_pallas.splits import CLUSTER, PROCESSORS
 from kernels_pallas.top_k.reference import NOTHING
@@ -111,7 +112,7 @@ def choose(
             # first-level cache cannot have an old copy.
             at = (lax.rem(i, 2),) if blocks == 1 else (token, i)
             for j, x in enumerate(found):
-                counts[(*at, j, pl.ds(mine * WARPS, WARPS))] = jnp.sum(x, axis=1)
+                store(counts.at[(*at, j, pl.ds(mine * WARPS, WARPS))], jnp.sum(x, axis=1))
             if blocks > 1:
                 wg.publish()
             plgpu.barrier_arrive(counted)
@@ -201,9 +202,10 @@ def choose(
 
             @pl.when(first + i < chunks)
             def _() -> None:
-                words[token, place] = jnp.sum(jnp.where(number >= bound, bit, 0), axis=1)
+                store(words.at[token, place], jnp.sum(jnp.where(number >= bound, bit, 0), axis=1))
                 larger_before, equal_before = of_lines(i)
-                before[token, place] = larger + larger_before + jnp.minimum(equal + equal_before, wanted)
+                larger_to_here = larger + larger_before
+                store(before.at[token, place], larger_to_here + jnp.minimum(equal + equal_before, wanted))
 
             after = equal + lax.shift_right_logical(packed, _HALF)
             here = jnp.logical_and(equal < wanted, wanted < after)
@@ -218,11 +220,12 @@ def choose(
             equals = jnp.sum(jnp.where(number == least, bit, 0), axis=1)
             rank = _spread(wg, equal + of_lines(i)[1]) + _set_bits(_spread(wg, equals) & (bit - 1))
             chosen = jnp.logical_or(number > least, jnp.logical_and(number == least, rank < wanted))
-            words[token, pl.ds((first + i) * LINES, LINES)] = jnp.sum(jnp.where(chosen, bit, 0), axis=1)
+            place = pl.ds((first + i) * LINES, LINES)
+            store(words.at[token, place], jnp.sum(jnp.where(chosen, bit, 0), axis=1))
 
         @pl.when(mine == blocks * READERS - 1)
         def _() -> None:
-            nothing[token, :, :] = wg.laid_out(jnp.full((room, LINE), NOTHING, jnp.int32), LINES_OF)
+            store(nothing.at[token, :, :], wg.laid_out(jnp.full((room, LINE), NOTHING, jnp.int32), LINES_OF))
 
     shape = jax.ShapeDtypeStruct((tokens, size // LINE), jnp.int32)
     out_type = [shape, shape, jax.ShapeDtypeStruct((tokens, room, LINE), jnp.int32)]
