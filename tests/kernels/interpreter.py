@@ -23,7 +23,10 @@ needs_fences = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Run:
-    """What a case gave: the largest distance of an output from the reference, and whether threads raced."""
+    """What a case gave: the largest distance of an output from the reference, and whether threads raced.
+
+    The distance is NaN where a race ended the run.
+    """
 
     distance: float
     races: bool
@@ -48,6 +51,10 @@ def interpret(case: Case, seed: int = 0) -> Run:
         out = case.kernel(*inputs, interpret=InterpretGPUParams(detect_races=True))
         pairs = zip(jax.tree.leaves(out), jax.tree.leaves(case.reference(*inputs)), strict=True)
         return Run(float(np.max([distance(*pair) for pair in pairs])), interpreter.get_races().races_found)
+    except jax.errors.JaxRuntimeError as e:
+        if "race detected" in str(e).lower():  # from jax 0.12 on the first race ends the run
+            return Run(np.nan, True)
+        raise
     finally:
         interpreter.reset_gpu_interpret_mode_state()
 
@@ -71,8 +78,7 @@ def notices(case: Case) -> bool:
     try:
         run = interpret(case)
     except jax.errors.JaxRuntimeError as e:
-        # A race may be an error of the interpreter's, as a misused barrier is.
-        if any(word in str(e).lower() for word in ("barrier", "phase", "race detected")):
+        if any(word in str(e).lower() for word in ("barrier", "phase")):
             return True
         raise
     return run.races or not run.distance < case.tolerance
