@@ -175,7 +175,6 @@ def told(requests: list[Request]) -> list[list[int]]:
     return [r.progress.output for r in requests]
 
 
-@pytest.mark.rest
 def test_an_engine_emits_drafts_and_then_the_models_own_token():
     """Greedy, over rows of several lengths; the drafts are those that the drafter makes of the text."""
     reference = Reference(POOR, longest=128)

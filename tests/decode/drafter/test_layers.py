@@ -8,8 +8,6 @@ from mtp_jax.api.propose import propose
 from tests.models import TINY, Reference, make_engine, prompts, rigged
 from tests.rounding import near, of_model
 
-pytestmark = pytest.mark.rest
-
 THREE_LAYERS = replace(TINY, num_nextn_predict_layers=3, nextn_moe=(False, True, False))
 
 
