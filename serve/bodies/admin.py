@@ -2,14 +2,20 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from serve.bodies.fields import Body, Name, Text, TokenIds
+from serve.bodies.fields import Body, Name, Text, TokenIds, form
 
-Tag = Annotated[
-    Literal["weights", "draft", "cache"],
-    BeforeValidator(lambda tag: "cache" if tag == "kv_cache" else tag),  # SGLang's name
+_Tags = Annotated[
+    list[
+        Annotated[
+            Literal["weights", "draft", "cache"],
+            BeforeValidator(lambda tag: "cache" if tag == "kv_cache" else tag),  # SGLang's name
+        ]
+    ],
+    Field(fail_fast=True),
 ]
+_Probe = Annotated[Annotated[Text, Tag("a string")] | Annotated[TokenIds, Tag("a list")], Discriminator(form)]
 
 
 class UpdateBody(Body):
@@ -20,7 +26,7 @@ class UpdateBody(Body):
     draft_model_path: Text | None = None
     keep_draft: bool | None = None
     weight_version: Name | None = None
-    probe: Annotated[list[Text | TokenIds], Field(max_length=64)] | None = None
+    probe: Annotated[list[_Probe], Field(fail_fast=True, max_length=64)] | None = None
     abort_all_requests: bool | None = None
     # Values that have no effect: there is one way to read weights, and an update always flushes the cache.
     load_format: Literal["auto", "safetensors"] | None = None
@@ -31,7 +37,7 @@ class ReleaseBody(Body):
     """/release_memory_occupation. Fields are arguments of ``AsyncLLM.release_memory``."""
 
     model: Name | None = None
-    tags: list[Tag] | None = None
+    tags: _Tags | None = None
     backup: bool | None = None
     abort_all_requests: bool | None = None
 
@@ -40,7 +46,7 @@ class ResumeBody(Body):
     """/resume_memory_occupation."""
 
     model: Name | None = None
-    tags: list[Tag] | None = None
+    tags: _Tags | None = None
 
 
 class HiddenStatesBody(Body):

@@ -86,14 +86,14 @@ def one_of(
     return told(tell, expected)
 
 
-def _few(value: object) -> object:
+def few(value: object) -> object:
     """Check the number of members first, as objects do not fail at their first wrong member."""
     if isinstance(value, dict) and len(value) > _MOST_IDS:
         raise ValueError(f"at most {_MOST_IDS} tokens are allowed, got {len(value)}")
     return value
 
 
-Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)]
+Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(few)]
 Stops = Annotated[
     Annotated[Stop, Tag("a string")]
     | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],

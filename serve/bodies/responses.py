@@ -86,10 +86,13 @@ class _OwnResultItem(Body):
     output: object = None
 
 
+_Parts = Annotated[list[_Part], Field(fail_fast=True)]
+
+
 class _ReasoningItem(Body):
     type: Literal["reasoning"]
-    content: list[_Part] | None = None
-    summary: list[_Part] | None = None
+    content: _Parts | None = None
+    summary: _Parts | None = None
 
 
 class _LeftOutItem(Body):
@@ -263,7 +266,7 @@ class ResponsesBody(CallBody, Switches):
     store: bool | None = None
     metadata: JsonObject | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[Name], Field(fail_fast=True)] | None = None
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Fields without effect, also tools and items that are left out, and log-probabilities."""
