@@ -3,12 +3,22 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from mtp_jax import JsonObject, SamplingParams
 from mtp_jax.options import declared
 from serve.base.settings import MAX_NAME, SpecMetrics
+from serve.bodies.counting import Objects
 
 MAX_N = 128
 MAX_PROMPTS = 1024
@@ -132,6 +142,14 @@ class Body(BaseModel):
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _counted(cls, value: object, info: ValidationInfo) -> object:
+        """Count an object of a request; a conversion of bodies has no count."""
+        if isinstance(info.context, Objects) and isinstance(value, dict):
+            info.context.add(value, len(cls.model_fields))
+        return value
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Paths of unknown fields that are not null."""

@@ -1,7 +1,10 @@
 """Bytes of a request to a checked body."""
 
 import asyncio
+import gc
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import islice
@@ -10,9 +13,9 @@ from typing import TypeVar
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from mtp_jax import JsonObject
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
+from serve.bodies.counting import Objects, check_text
 from serve.bodies.fields import Body
 
 _Body = TypeVar("_Body", bound=Body)
@@ -20,16 +23,13 @@ _LOG = logging.getLogger(__name__)
 _MOST_NAMED = 10
 _LONGEST_NAME = 64
 _CLOSE = 0.8  # ratio of difflib from which on an unknown field counts as a misspelt one
-# Each takes 4 to 8 us to check, on the event loop, where other requests wait meanwhile: 0.1 s at most.
-MAX_OBJECTS = 12_000
-_OBJECTS = "messages, parts, calls, tools or fields"
-_FIELDS = 16  # number of unknown fields that take as long as one object
 
 
 async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Body:
     """Parse the body as the first of ``kinds`` whose required fields are all there, else as the last.
 
-    Sets ``request.state.model`` to the name of the model for the answer.
+    Sets ``request.state.model`` to the name of the model for the answer. The body keeps none of its own
+    unknown fields, which would stay as long as the answer takes.
 
     Unknown fields are an error if the server is strict; else ``warning`` names them in the response.
 
@@ -38,19 +38,9 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     data = await received(settings, request)
     if not data:
         raise ApiError(400, "the body is empty; send a JSON object")
-    try:
-        value = from_json(data, allow_inf_nan=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    if _objects(value) > MAX_OBJECTS:
-        raise ApiError(
-            400, f"the body has more than {MAX_OBJECTS:,} {_OBJECTS}; send fewer, or join their texts"
-        )
-    kind = next((kind for kind in kinds if _required(kind) <= value.keys()), kinds[-1])
-    body = kind.model_validate(value)
-    model = value.get("model")
+    with _no_collection():
+        body = _checked(data, kinds)
+    kind, model = type(body), getattr(body, "model", None)
     if model is not None and model not in settings.names:
         message = (
             f"the model {model!r} does not exist; this server has {', '.join(map(repr, settings.names))}"
@@ -65,14 +55,43 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
     request.state.unknown = []
     for name in unknown:
         ignore(request, name)
+    (body.model_extra or {}).clear()
     return body
+
+
+def _checked(data: bytes, kinds: Sequence[type[_Body]]) -> _Body:
+    """The body. Raises ApiError, ValidationError."""
+    check_text(data)
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    kind = next((kind for kind in kinds if _required(kind) <= value.keys()), kinds[-1])
+    return kind.model_validate(value, context=Objects())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from looking through a body's objects while they are made.
+
+    It would look at all of them each time that there are a quarter more, and find nothing.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 async def received(settings: Settings, request: Request) -> bytes:
     """The bytes of the body. Raises ApiError."""
     try:
         async with asyncio.timeout(settings.body_seconds):
-            return await request.body()
+            return b"".join([part async for part in request.stream()])  # which, unlike body(), keeps no copy
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {settings.body_seconds:g} s") from None
     except ClientDisconnect:  # this answer is for the log and the metrics alone
@@ -83,21 +102,6 @@ def ignore(request: Request, name: str) -> None:
     """Report, in the log and by ``warning``, that a part of a request has no effect."""
     request.state.unknown.append(name)
     _tell(name)
-
-
-def _objects(value: JsonObject) -> int:
-    """The number of objects in nested lists; counting stops soon after ``MAX_OBJECTS``.
-
-    Lists of other or mixed items need no count: they are refused at their first wrong item.
-    """
-    found, inner = len(value) // _FIELDS, [value]
-    while inner and found <= MAX_OBJECTS:
-        one = inner.pop()
-        for items in one.values():
-            if isinstance(items, list) and items and isinstance(items[0], dict):
-                found += len(items)
-                inner += [item for item in items[: MAX_OBJECTS + 1] if isinstance(item, dict)]
-    return found
 
 
 @lru_cache(maxsize=256)  # clients choose the names

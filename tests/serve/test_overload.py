@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
-from mtp_jax import LLM, Overloaded, Tokenizer
+from mtp_jax import LLM, JsonObject, Overloaded, Tokenizer
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.local import local_runner
-from serve.bodies.fields import Body
-from serve.bodies.reading import MAX_OBJECTS
+from serve.base.errors import ApiError
+from serve.bodies import reading
+from serve.bodies.counting import MAX_NAMES, MAX_OBJECTS, MAX_VALUES, Objects, check_text
+from serve.routes import completions
 from tests.serve.conftest import Running, start, wait_until
 
 SHORT = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
@@ -130,6 +132,7 @@ def test_counting_keeps_no_long_answer_waiting(server: Running, monkeypatch):
 
 
 PART = {"type": "text", "text": ""}
+FIELDS = {f"x{i}": None for i in range(16 * MAX_OBJECTS + 80)}
 
 
 @pytest.mark.parametrize(
@@ -144,16 +147,114 @@ PART = {"type": "text", "text": ""}
         ("/v1/messages", {"messages": [], "tools": [{"type": "web_search_20250305"}] * (MAX_OBJECTS + 1)}),
         ("/v1/responses", {"input": "q", "tools": [{"type": "web_search"}] * (MAX_OBJECTS + 1)}),
         ("/v1/responses", {"input": [{"type": "reasoning", "summary": [PART] * MAX_OBJECTS}]}),
-        ("/tokenize", {f"x{i}": 1 for i in range(16 * MAX_OBJECTS + 16)}),
+        ("/tokenize", {"prompt": "q", **FIELDS}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q", **FIELDS}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{**PART, **FIELDS}]}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": "q", **FIELDS}]}),
+        ("/v1/responses", {"input": [{"type": "web_search_call", **FIELDS}]}),
+        ("/v1/messages", {"messages": [], "tools": [{"name": "f", "input_schema": {}, **FIELDS}]}),
+        ("/v1/completions", {"prompt": "q", "tools": [], "speculative": FIELDS}),
+        (
+            "/v1/chat/completions",
+            {"messages": [], "tools": [{"type": "function", "function": {"name": "f", **FIELDS}}]},
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q", "x": 1}] * 4096, **FIELDS}),
     ],
 )
-def test_more_objects_than_the_event_loop_has_time_for_are_refused_unchecked(
-    server: Running, monkeypatch, route, body
-):
-    monkeypatch.setattr(Body, "model_validate", lambda *args: pytest.fail("was checked"))
+def test_more_objects_than_the_event_loop_has_time_for_are_refused(server: Running, monkeypatch, route, body):
+    """Fields that a class does not have are counted with the objects, wherever they stand."""
+    counted: list[int] = []
+
+    class Counting(Objects):
+        def add(self, value: JsonObject, known: int) -> None:
+            counted.append(known)
+            super().add(value, known)
+
+    monkeypatch.setattr(reading, "Objects", Counting)
+    monkeypatch.setattr(reading, "check_text", lambda text: None)  # which would refuse some of them before
     answer = server.variant(max_body_bytes=2**30).post(route, json=body)
-    assert answer.status_code == 400
+    assert answer.status_code == 400, answer.text
     assert "more than 12,000 messages, parts, calls, tools or fields" in answer.text
+    assert len(counted) <= MAX_OBJECTS + 1
+
+
+ROOM = MAX_VALUES - MAX_NAMES
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (b'{"a": [' + b"[]," * MAX_NAMES + b"[]]}", "120,004 names, lists and objects; at most 120,000"),
+        (b'{"a": [' + b"[]," * (MAX_NAMES - 4) + b"[]]}", None),
+        (b'{"a": [' + b"[[" * (MAX_NAMES // 2) + b"]]" * (MAX_NAMES // 2) + b"]}", "120,003 names"),
+        (b"{" + b'"a": 1,' * MAX_NAMES + b"}", "120,001 names, lists and objects"),
+        (
+            b'{"a": [' + b"1," * (ROOM + MAX_NAMES) + b"1]}",
+            f"{MAX_VALUES + 3:,} values; at most {MAX_VALUES:,}",
+        ),
+        (b'{"a": [' + b"1," * (MAX_VALUES - 4) + b"1]}", None),
+        (b'{"a": "' + b"[{:," * MAX_NAMES + b'"}', None),
+        (b'{"a": "' + rb"\\\"[\u0022:" * MAX_NAMES + b'"}', None),
+        (b'{"a\\\\": [' + rb'"\\",[],"\"",' * MAX_NAMES + b"1]}", "120,003 names"),
+        (b'{"a": "' + b"\\" * (2 * MAX_NAMES + 1) + b'", "b": [' + b"[]," * MAX_NAMES, None),
+        (('{"ä": ["' + "ä[,:" * MAX_NAMES + '"]}').encode(), None),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else str(value),
+)
+def test_values_of_a_body_are_counted_before_it_is_parsed(text, refused):
+    """Marks within strings are no values, whatever is escaped there."""
+    if refused is None:
+        check_text(text)
+    else:
+        with pytest.raises(ApiError, match=re.escape(refused)) as caught:
+            check_text(text)
+        assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"])
+def test_bodies_of_too_many_values_are_not_parsed(server: Running, monkeypatch, route):
+    monkeypatch.setattr(reading, "from_json", lambda *args, **named: pytest.fail("was parsed"))
+    body = b'{"prompt": "q", "metadata": {"a": [' + b"[]," * MAX_NAMES + b"1]}}"
+    answer = server.variant().post(route, content=body)
+    assert (answer.status_code, "names, lists and objects" in answer.text) == (413, True)
+
+
+def test_a_prompt_of_a_million_ids_is_read(server: Running):
+    answer = server.variant().post("/v1/completions", json={"prompt": [5] * 2**20, "max_tokens": 1})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_no_garbage_is_collected_while_a_body_is_read(server: Running):
+    phases: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if threading.current_thread() is server.thread:
+            phases.append(phase)
+
+    lists = b'{"prompt": "q", "metadata": {"a": [' + b"[]," * (MAX_NAMES - 9) + b"1]}, "
+    gc.callbacks.append(note)
+    try:
+        answer = server.variant().post("/v1/completions", content=lists + b'"n": "x"}')
+    finally:
+        gc.callbacks.remove(note)
+    assert answer.status_code == 400
+    assert gc.isenabled()
+    assert len(phases) <= 4  # before and behind
+
+
+def test_unknown_fields_of_a_body_are_not_kept(server: Running, monkeypatch):
+    read = []
+    real = completions.read
+
+    async def keep(*args):
+        read.append(await real(*args))
+        return read[-1]
+
+    monkeypatch.setattr(completions, "read", keep)
+    body = {**SHORT, "metadata": {"a": [[]]}, "odd": "x" * 999}
+    answer = server.variant().post("/v1/completions", json=body)
+    assert "odd" in answer.headers["warning"]
+    assert read[0].model_extra == {}
 
 
 def test_schemas_and_tokens_are_no_such_objects(client):
