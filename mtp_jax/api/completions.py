@@ -38,16 +38,17 @@ class CompletionState:
 
     Attributes:
         request: the engine's request.
-        text: text that the user may see; a stop string that may have begun is held back.
-        token_texts: text that each token added to it.
+        token_texts: text that each token added to the text that the user may see; a stop string that may have
+            begun is held back.
         seen: number of tokens of the request's output that are in the text.
         done: whether no further text will come.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        self.request, self.text, self.seen, self.done = request, "", 0, False
+        self.request, self.seen, self.done = request, 0, False
         self.token_texts: list[str] = []
-        self._emitted = (0, 0, 0)  # characters, tokens and steps that outputs have held so far
+        self._texts: list[str] = []  # a text that grew by each token would be copied each time
+        self._emitted = (0, 0, 0)  # texts, tokens and steps that outputs have held so far
         p = request.params
         self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
@@ -65,7 +66,7 @@ class CompletionState:
             rest = self._decoder.flush() if self._decoder else ""
             rest, stopped = self._stops.push(rest, self.seen > request.params.min_tokens)
             rest += "" if stopped else self._stops.flush()
-            self.text += rest
+            self._texts.append(rest)
             if self.token_texts:
                 self.token_texts[-1] += rest
             self._stopped(engine)
@@ -83,10 +84,10 @@ class CompletionState:
         request, params = self.request, self.request.params
         text, start, step = self._emitted
         if params.output_kind == "delta":
-            self._emitted = len(self.text), self.seen, request.progress.speculation.steps
+            self._emitted = len(self._texts), self.seen, request.progress.speculation.steps
         return CompletionOutput(
             index=index,
-            text=self.text[text:],
+            text="".join(self._texts[text:]),
             token_ids=request.progress.output[start : self.seen],
             num_tokens=self.seen,
             finish_reason=request.progress.finish_reason if self.done else None,
@@ -115,7 +116,7 @@ class CompletionState:
         else:
             text = self._decoder.push([token])
         visible, _ = self._stops.push(text, self.seen > request.params.min_tokens)
-        self.text += visible
+        self._texts.append(visible)
         self.token_texts.append(visible)
 
 

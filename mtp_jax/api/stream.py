@@ -23,7 +23,7 @@ class Stream:
         self.prompt_tokens = 0
         self._abort: Callable[[], None] | None = None
         self._aborted = False
-        self._latest: RequestOutput | None = None
+        self._unread: list[tuple[int, RequestOutput]] = []  # with the number of deliveries in each
         self._error: Exception | None = None
         self._ended = False
         self._wake = asyncio.Event()
@@ -32,14 +32,16 @@ class Stream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while self._latest is None:
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if self._ended:
                 raise StopAsyncIteration
             await self._wake.wait()
             self._wake.clear()
-        output, self._latest = self._latest, None
+        while len(self._unread) > 1:
+            self._merge()
+        _, output = self._unread.pop()
         self._ended = output.finished
         return output
 
@@ -61,7 +63,17 @@ class Stream:
 
     def deliver(self, output: RequestOutput | None, error: Exception | None = None) -> None:
         """Take the newest output, or the error that ends the stream."""
-        if self._deltas and self._latest and output:
-            output = self._latest + output
-        self._latest, self._error = output, error
+        if error or not self._deltas:
+            self._unread.clear()
+        if output:
+            self._unread.append((1, output))
+        # Equal numbers are merged, so that a delta is copied as often as its number doubles.
+        while len(self._unread) > 1 and self._unread[-2][0] == self._unread[-1][0]:
+            self._merge()
+        self._error = error
         self._wake.set()
+
+    def _merge(self) -> None:
+        """Make one output of the last two."""
+        (few, early), (more, late) = self._unread[-2:]
+        self._unread[-2:] = [(few + more, early + late)]

@@ -1,7 +1,7 @@
 """The blocks of an assistant's turn, one after the other: thoughts, texts, calls of tools."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mtp_jax import CallArguments, CallBegin, CallEnd
@@ -16,15 +16,20 @@ class Block:
 
     Attributes:
         index: its number among all blocks.
-        text: text of a thought or answer, a call's arguments as JSON text, or a custom tool's input.
+        pieces: pieces of its text, each with some of it.
         id, name: id and name of a call of either kind.
     """
 
     kind: Kind
     index: int
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     id: str = ""
     name: str = ""
+
+    @property
+    def text(self) -> str:
+        """Text of a thought or answer, a call's arguments as JSON text, or a custom tool's input: so far."""
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,12 @@ class Blocks:
         block = self._open
         if block is None:
             return []
-        if block.kind == "call" and not block.text:
+        if block.kind == "call" and not block.pieces:
             text = text.lstrip()
-        block.text += text
-        return [Change("grow", block, text)] if text else []
+        if not text:
+            return []
+        block.pieces.append(text)
+        return [Change("grow", block, text)]
 
     def _end(self) -> list[Change]:
         block, self._open = self._open, None

@@ -100,7 +100,8 @@ class Call(ABC):
                 came[prompt] = output
                 if getattr(self.request.state, "disconnected", False) and not self.stream:
                     raise ApiError(499, "the client disconnected before its answer was complete")
-                check(came.values(), len(self.streams))
+                if any(c.finish_reason for c in output.outputs):  # else nothing can have failed or ended
+                    check(came.values(), len(self.streams))
                 self.last[prompt] = self.take(output)
                 yield prompt, self.last[prompt]
 

@@ -1,7 +1,7 @@
 """Parts of an assistant's turn, found in its text as it grows: thoughts, text, calls of tools."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, JsonObject, OutputText, ToolUse
 from serve.answers.reasoning import Splitter
@@ -76,11 +76,16 @@ class Turn:
 
 @dataclass
 class Called:
-    """A call of a tool, with its arguments so far."""
+    """A call of a tool, with the pieces of its arguments so far."""
 
     id: str
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """Its arguments as the model has written them."""
+        return "".join(self.pieces)
 
     @property
     def body(self) -> JsonObject:
@@ -96,5 +101,5 @@ def called(pieces: Iterable[Piece]) -> list[Called]:
         if isinstance(piece, CallBegin):
             calls.append(Called(piece.id or "", piece.name))
         elif isinstance(piece, CallArguments):
-            calls[piece.index].arguments += piece.text
+            calls[piece.index].pieces.append(piece.text)
     return calls

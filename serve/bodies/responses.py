@@ -325,24 +325,28 @@ class ResponsesBody(CallBody, Switches):
                 turns.append({"role": "tool", "tool_call_id": item.call_id, "content": told})
             else:
                 if answer is None:
-                    answer = {"role": "assistant", "content": ""}
+                    answer = {"role": "assistant", "content": []}
                     turns.append(answer)
                 _add(answer, item)
-        return turns
+        return [_joined(turn) for turn in turns]
 
 
 _OfAnswer = _MessageItem | _CallItem | _CustomCallItem | _OwnCallItem | _ReasoningItem
 
 
 def _add(turn: JsonObject, item: _OfAnswer) -> None:
-    """Add an item to an assistant's turn."""
+    """Add an item to an assistant's turn, whose texts are lists until it is complete."""
     if isinstance(item, _MessageItem):
-        turn["content"] += _text(item.content)
+        turn["content"].append(_text(item.content))
     elif isinstance(item, _ReasoningItem):
-        thought = _text(item.content or item.summary or [])
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+        turn.setdefault("reasoning_content", []).append(_text(item.content or item.summary or []))
     else:
         turn.setdefault("tool_calls", []).append(item.call)
+
+
+def _joined(turn: JsonObject) -> JsonObject:
+    texts = ("content", "reasoning_content")
+    return {k: "".join(v) if k in texts and isinstance(v, list) else v for k, v in turn.items()}
 
 
 def _told(output: object) -> str:

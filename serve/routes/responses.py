@@ -60,13 +60,13 @@ class _Responses(AssistantCall):
     def change(self, change: Change) -> Iterable[JsonObject]:
         """Events of an item, and of its one part; a call has no part."""
         block = change.block
-        item, of = self._item(block, "in_progress"), {"output_index": block.index}
         called = block.kind in ("call", "custom")
-        of |= {"item_id": item["id"]} | ({} if called else {"content_index": 0})
+        of: JsonObject = {"output_index": block.index, "item_id": self._name(block)}
+        of |= {} if called else {"content_index": 0}
         name, key = _EVENTS[block.kind]
         logprobs: JsonObject = {"logprobs": []} if block.kind == "text" else {}
         if change.what == "begin":
-            empty = item | ({key: ""} if called else {"content": []})
+            empty = self._item(block, "in_progress") | ({key: ""} if called else {"content": []})
             yield self._event("response.output_item.added", output_index=block.index, item=empty)
             if not called:
                 yield self._event("response.content_part.added", part=_part(block, ""), **of)
@@ -94,10 +94,14 @@ class _Responses(AssistantCall):
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
 
+    def _name(self, block: Block) -> str:
+        """The id of a block's item."""
+        return self._ids.setdefault(block.index, _IDS[block.kind] + new_id())
+
     def _item(self, block: Block, status: str | None = None) -> JsonObject:
         if status is None:  # the last block is the one that a limit cuts
             status = "incomplete" if self._cut and block is self.blocks.all[-1] else "completed"
-        item = {"id": self._ids.setdefault(block.index, _IDS[block.kind] + new_id()), "status": status}
+        item = {"id": self._name(block), "status": status}
         match block.kind:
             case "text":
                 content = [_part(block, block.text)]

@@ -464,7 +464,7 @@ def test_what_raises_before_the_answer_is_read_aborts_the_request(
         assert client.post(route, json={**body, "stream": stream}).status_code == 500
     wait_until(lambda: server.allm.live == 0)
     (one,) = streams
-    assert [c.finish_reason for c in one._latest.outputs] == ["abort"]
+    assert [c.finish_reason for c in one._unread[-1][1].outputs] == ["abort"]
 
 
 def test_a_misspelt_field_names_the_nearest_where_it_is_refused(server: Running):

@@ -1,6 +1,7 @@
 """Tools that an output may call: from a user's request to a grammar and a parser."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +52,7 @@ class ToolUse:
         Raises RequestError for a choice that does not go with the tools.
         """
         names = [tool.name for tool in tools]
-        double = next((n for n in names if names.count(n) > 1), None)
+        double = next((n for n, count in Counter(names).items() if count > 1), None)
         if double is not None:
             raise RequestError(f"tools: the name {double!r} is there twice; give each tool its own")
         forced = choice in ("required", "named")
