@@ -3,7 +3,8 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mtp_jax.errors import Overloaded, RequestError
@@ -61,19 +62,33 @@ class Admission:
         """Prompt tokens that wait; tokens of a prompt not yet tokenised are an estimate."""
         return self._tokens
 
-    def reserve(self, requests: int, tokens: int) -> Reservation:
-        """Reserve room in the queue. Raises Overloaded when it is full, RequestError when it is too small."""
+    def reserve(self, requests: int, tokens: int, most: int | None = None) -> Reservation:
+        """Reserve room in the queue.
+
+        most: most tokens that the reservation holds, as further tokens will not reach the engine; None: all.
+        Raises Overloaded when the queue is full, RequestError when it is too small.
+        """
         if requests > self.max_requests:
             raise RequestError(f"n = {requests}; the queue takes {self.max_requests} requests at most")
         with self._lock:
             if refusal := self._full(requests):
                 raise refusal
             self._check_tokens(tokens)
-            reservation = Reservation(requests, tokens)
+            held = tokens if most is None else min(tokens, most)
+            reservation = Reservation(requests, held)
             self._reservations.add(reservation)
             self._requests += requests
-            self._tokens += tokens
+            self._tokens += held
             return reservation
+
+    @contextmanager
+    def reserved(self, requests: int, tokens: int, most: int | None = None) -> Iterator[None]:
+        """Hold a reservation, as ``reserve`` makes it, for a block."""
+        reservation = self.reserve(requests, tokens, most)
+        try:
+            yield
+        finally:
+            self.release(reservation)
 
     def correct(self, reservation: Reservation, tokens: int) -> None:
         """Replace an estimate by the prompt's number of tokens. Raises Overloaded when they do not fit."""

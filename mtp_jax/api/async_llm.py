@@ -60,6 +60,8 @@ class AsyncLLM:
         """
         self.llm = llm
         self._submissions = Submissions(Admission(max_queued_requests, max_queued_tokens))
+        # Half of the queue is left to prompts that are to be answered.
+        self._counted = Admission(max(max_queued_requests // 2, 1), max(max_queued_tokens // 2, 1))
         self._workers = Workers()
         self._calls: set[Future[Any]] = set()
         self._draining = self._closed = False
@@ -311,10 +313,13 @@ class AsyncLLM:
         params = self.llm.default_sampling_params if sampling_params is None else sampling_params
         lazy = isinstance(prompt, LazyPrompt)
         check("" if lazy else prompt, params)
-        with self._submissions.enter(options.pop("request_id", None), params, estimate(prompt)) as stream:
+        tokens, longest = estimate(prompt), self.about.engine.longest
+        with self._submissions.enter(options.pop("request_id", None), params, tokens, longest) as stream:
             make = partial(self._state, prompt, params, cast(Terms, {**options, "arrived": arrived}))
-            if params.structured is not None or lazy or len(prompt) * params.n > _SHORT_PROMPT:
-                state = await self._workers.run("tokenise" if params.structured is None else "grammar", make)
+            if params.structured is not None:
+                state = await self._workers.run("grammar", make)
+            elif lazy or len(prompt) * params.n > _SHORT_PROMPT:
+                state = await self._workers.tokenise(tokens, make)
             else:
                 state = make()
             for prepare in self.hooks.before_submit:
@@ -380,13 +385,11 @@ class AsyncLLM:
     async def in_queue(self, prompt: Prompt | LazyPrompt, function: Callable[[], _T]) -> _T:
         """Run a function about as long as tokenising a prompt, on the threads and in the queue of prompts.
 
-        Raises Overloaded.
+        All such functions together hold half of the queue at most. Raises Overloaded.
         """
-        reservation = self.admission.reserve(1, estimate(prompt))
-        try:
-            return await self._workers.run("tokenise", function)
-        finally:
-            self.admission.release(reservation)
+        tokens = estimate(prompt)
+        with self._counted.reserved(1, tokens), self.admission.reserved(1, tokens, self._counted.max_tokens):
+            return await self._workers.tokenise(tokens, function)
 
     def _state(self, prompt: Prompt | LazyPrompt, params: SamplingParams, terms: Terms) -> PromptState:
         made = prompt.make() if isinstance(prompt, LazyPrompt) else prompt

@@ -35,13 +35,14 @@ class Submissions:
         return len(self._streams)
 
     @contextmanager
-    def enter(self, name: str | None, params: SamplingParams, tokens: int) -> Iterator[Stream]:
+    def enter(self, name: str | None, params: SamplingParams, tokens: int, longest: int) -> Iterator[Stream]:
         """Take a name, or make one, and a place in the queue. A block that raises gives both back.
 
-        tokens: estimated number of the prompt's tokens. Raises RequestError, Overloaded.
+        tokens: estimated number of the prompt's tokens. longest: most tokens that the engine takes; a longer
+        prompt, which will be refused, keeps no more of the queue meanwhile. Raises RequestError, Overloaded.
         """
         name = self._free(name)
-        reservation = self.admission.reserve(params.n, params.n * tokens)
+        reservation = self.admission.reserve(params.n, params.n * tokens, params.n * longest)
         stream = self._streams[name] = Stream(name, reservation, params.output_kind == "delta")
         self.idle.clear()
         self.quiet.clear()
