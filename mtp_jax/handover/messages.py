@@ -15,6 +15,8 @@ from mtp_jax.wire.signed import Signed
 
 PURPOSE = b"mtp-jax pages 4\n"
 MOST_JSON = 2**16  # bytes of a message
+# Words that the other side may give for an early end: they become keys of counters and labels of a metric.
+REASONS = frozenset({"late", "lost", "damaged", "protocol", "secret", "config", "refused", "error"})
 _T = TypeVar("_T")
 
 
@@ -57,7 +59,7 @@ class End:
 
 @dataclass(frozen=True)
 class Failed:
-    """The hand-over ends early. reason: see ``WireError``."""
+    """The hand-over ends early. reason: one of ``REASONS``; any other word counts as "protocol"."""
 
     reason: str
 
@@ -74,7 +76,8 @@ def expect(signed: Signed, *kinds: type[_T], most: int = 0) -> _T:
     """Receive a message of one of these kinds, with at most ``most`` bytes of arrays. Raises WireError."""
     message: Any = signed.receive(most)
     if isinstance(message, Failed):
-        raise WireError(message.reason[:20])
+        known = message.reason in REASONS
+        raise WireError(message.reason if known else "protocol", "" if known else "a reason that is none")
     if not isinstance(message, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
         raise WireError("protocol", f"{type(message).__name__} where {names} was expected")

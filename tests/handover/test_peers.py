@@ -1,18 +1,20 @@
 """Pages between two processes' ends of a socket: proofs, limits, and every fault with its reason."""
 
+import re
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mtp_jax.handover import server as servers
 from mtp_jax.handover.client import Peers, Rests, Wanted
-from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Failed, Prefill, Sent, claim
+from mtp_jax.handover.messages import KINDS, MOST_JSON, PURPOSE, REASONS, End, Failed, Prefill, Sent, claim
 from mtp_jax.handover.server import PageServer
 from mtp_jax.store.page import Page, checksum
 from mtp_jax.wire import door
@@ -242,6 +244,22 @@ def test_messages_are_bounded_on_the_way_out_too():
         signed = Signed(Connection(connected, time.monotonic() + 1), seals, KINDS, MOST_JSON)
         with pytest.raises(WireError, match=f"the most is {MOST_JSON:,}"):
             signed.send(Failed("x" * MOST_JSON))
+
+
+@pytest.mark.parametrize("said", ["late", "refused", "error", "skipped", "unreachable", "", "x1", "é" * 9000])
+def test_a_member_chooses_no_reason_of_its_own(said):
+    """Reasons are keys of counters and labels of a metric, of which there must be few."""
+    with source() as s, socket.create_connection(s.address) as connected:
+        connection = Connection(connected, time.monotonic() + 5)
+        seals = greet(connection, SECRET, PURPOSE, claim(s.name))
+        Signed(connection, seals, KINDS, MOST_JSON).send(Failed(said))
+        expected = said if said in ("late", "refused", "error") else "protocol"
+        until(lambda: s.server.failures == {expected: 1})
+    documented = (Path(__file__).parents[2] / "docs" / "disaggregation.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", documented, re.MULTILINE)) - REASONS == {
+        "unreachable",
+        "skipped",
+    }
 
 
 def test_prompts_with_one_beginning_go_to_one_server():
