@@ -20,6 +20,7 @@ from mtp_jax.model.head_config import BlockConfig, head_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, nbytes
 from mtp_jax.model.params import BlockHead, Eagle3, Layer, Medusa, Moe, NextN, Params, type_of
+from mtp_jax.model.stack import each
 from mtp_jax.planning.work import attention, expected_experts
 
 
@@ -62,8 +63,17 @@ def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
 
 
 def of_trunk(params: Params, size: Measure = nbytes) -> Size:
-    """The size of decoder blocks and final norm, without tables: an embedding costs only its rows."""
-    return sum((of_layer(p, size) for p in params.layers), Size(size(params.norm)))
+    """The size of decoder blocks and final norm, without tables: an embedding costs only its rows.
+
+    The blocks may be those of a runner, in which layers alike are a stack.
+    """
+    sizes = (of_layer(_shapes(tree, len(at)), size) for tree, at in each(params.layers))
+    return sum(sizes, Size(size(params.norm)))
+
+
+def _shapes(tree: Layer, indices: int) -> Layer:
+    """The shapes of a tree of weights, without their first axes."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[indices:], a.dtype), tree)
 
 
 def of_head(params: Params, size: Measure = nbytes) -> Size:

@@ -6,11 +6,15 @@ import jax
 import pytest
 
 from mtp_jax import checkpoint
+from mtp_jax.api.local import local_runner
 from mtp_jax.bench import cost
 from mtp_jax.bench.cost import of_entries, of_head, of_nextn, of_trunk
+from mtp_jax.bench.subject import load
 from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.model import backend
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.params import Medusa
+from mtp_jax.model.stack import Stack
 from mtp_jax.planning.work import expected_experts
 from tests import golden, medusa
 
@@ -33,6 +37,18 @@ def test_quantised_weights_are_fewer_bytes_but_as_many_operations(key):
     one, other = (cost.of_launch(key, m.config, m.params, 16, "bfloat16", 1) for m in (plain, kept))
     assert one.flops == other.flops > 0
     assert other.bytes < one.bytes
+
+
+@pytest.mark.parametrize("variant", ["bf16", "fp8", "v4_fp4", "dsa_v32_fp8"])
+def test_a_runners_own_layout_costs_the_same(variant, monkeypatch):
+    """Layers alike are a stack in a runner that loops over them, which depends on the processor."""
+    monkeypatch.setattr(backend, "multiplies_bf16", lambda: False)
+    subject = load(str(golden.model_dir(variant)))
+    engine = subject.engine(1, slots=2, max_model_len=32)
+    params, key = local_runner(engine).params, StepKey(2, 1, 2, SamplingMode())
+    assert variant in ("v4_fp4", "dsa_v32_fp8") or any(isinstance(p, Stack) for p in params.layers)
+    one, other = (cost.of_launch(key, subject.config, p, 16, "float32", 1) for p in (subject.params, params))
+    assert one == other
 
 
 def test_with_two_nextn_layers_they_take_turns_and_the_second_catches_up():
