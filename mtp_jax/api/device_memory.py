@@ -4,17 +4,23 @@ update: files or arrays -> the host, all checked -> in the place of the old ones
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from mtp_jax.api.identity import Identity, NewWeights, digests_of
 from mtp_jax.api.local import local_runner
+from mtp_jax.checkpoint.folder import open_folder
+from mtp_jax.checkpoint.update import Source, open_source, read_update
 from mtp_jax.decode.launches import AllocateCache, ReleaseCache
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.specs import Drafting
@@ -50,13 +56,39 @@ class DeviceMemory:
         released: parts that are not on the devices.
     """
 
+    _identity: Identity | None = None
+    _updates = 0
+
     def __init__(self, params: Params) -> None:
         self.params = params
         self.released: list[Tag] = []
         self._known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or params.can_draft]
         self._shapes, self._sharding = shapes(params), jax.tree.map(lambda a: a.sharding, params)
         self._kept: dict[Tag, Any] = {}  # parts that are released, on the host
-        self._updates = 0
+
+    def identify(self, folders: Sequence[Path]) -> Identity:
+        """The identity of the weights, now and after updates. folders: they were loaded from these.
+
+        Raises ConfigError for weights that were updated before anybody asked.
+        """
+        if self._identity is None:
+            if self._updates:
+                raise ConfigError(
+                    "the weights were updated before their identity was asked for; make the Handover before "
+                    "the first update"
+                )
+            self._identity = Identity(folders)
+        return self._identity
+
+    def read(
+        self, cfg: ModelConfig, dtype: str, source: Source, draft_model: str | Path | None, keep_draft: bool
+    ) -> NewWeights:
+        """Read and check new weights, see ``read_update``; with digests if the weights' identity is known."""
+        folder = open_source(source)
+        draft = None if draft_model is None else open_folder(draft_model)
+        digests = self._identity and digests_of(folder, draft, keep_draft)
+        params = read_update(cfg, self.params, folder, draft, dtype=dtype, keep_draft=keep_draft)
+        return NewWeights(params, digests)
 
     def tags(self, asked: Sequence[Tag] | None = None) -> list[Tag]:
         """Check a list of parts. None: all parts that can be released. Raises ConfigError."""
@@ -104,16 +136,20 @@ class DeviceMemory:
                 self._place(engine, tag, self._kept[tag])
         self._wake(engine)
 
-    def replace(self, engine: Engine, new: Params, weight_version: str | None) -> None:
-        """Replace the parameters, released or not, by parameters that are on the host.
+    def replace(self, engine: Engine, new: NewWeights, weight_version: str | None) -> None:
+        """Replace the parameters, released or not. weight_version: None: the count of updates.
 
-        new: without parameters that draft if these stay. weight_version: None: the count of updates.
+        Raises ConfigError for weights that were read before anybody asked for their identity.
         """
-        self._place(engine, "weights", new.with_drafts())
-        if new.can_draft:
-            self._place(engine, "draft", new.drafts)
-        self._updates += 1
-        engine.new_weights(str(self._updates) if weight_version is None else weight_version)
+        if self._identity and not new.digests:
+            raise ConfigError("the new weights were read before the Handover was made; read them again")
+        with self._identity.replacing(new.digests) if self._identity and new.digests else nullcontext():
+            params = new.params
+            self._place(engine, "weights", params.with_drafts())
+            if params.can_draft:
+                self._place(engine, "draft", params.drafts)
+            self._updates += 1
+            engine.new_weights(str(self._updates) if weight_version is None else weight_version)
         self._wake(engine)
 
     def _wake(self, engine: Engine) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from mtp_jax.api import probe as probing
 from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate, drafting
+from mtp_jax.api.identity import Identity, NewWeights
 from mtp_jax.api.load import describe_simulated, load_model
 from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import return_free_memory
@@ -25,7 +26,7 @@ from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
 from mtp_jax.api.simulated import simulated_engine, simulated_language
-from mtp_jax.checkpoint.update import Source, read_update
+from mtp_jax.checkpoint.update import Source
 from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
@@ -36,7 +37,6 @@ from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.hosts.group import Group, lead
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.model.narrow import nbytes
-from mtp_jax.model.params import Params
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 
@@ -270,6 +270,10 @@ class LLM:
         """The name of the weights; "0" until they are updated."""
         return self.engine.weight_version
 
+    def identify(self) -> Identity:
+        """Digests of the weights from now on, of every byte. Raises ConfigError after an update."""
+        return self._memory.identify(self.folders)
+
     @property
     def released(self) -> tuple[Tag, ...]:
         """The parts of memory that are released; no request can be served while any part is."""
@@ -309,15 +313,14 @@ class LLM:
 
     def read_weights(
         self, source: Source, draft_model: str | Path | None = None, *, keep_draft: bool = False
-    ) -> Params:
+    ) -> NewWeights:
         """The first half of ``update_weights``: read and check them. The model may serve meanwhile."""
         self._check_alone("an update of the weights")
-        dtype, now = self.engine.config.dtype, self._memory.params
-        return read_update(self.config, now, source, draft_model, dtype=dtype, keep_draft=keep_draft)
+        return self._memory.read(self.config, self.engine.config.dtype, source, draft_model, keep_draft)
 
     def replace_weights(
         self,
-        new: Params,
+        new: NewWeights,
         weight_version: str | None = None,
         probe: Sequence[Prompt] | None = None,
         prepare: bool = True,
@@ -340,9 +343,7 @@ class LLM:
             backup: keep released weights in the host's memory, for ``resume_memory``. Without a copy only
                 ``update_weights`` brings them back. On a CPU the copy is the same memory: it frees nothing.
 
-        Raises:
-            ConfigError: a tag that this model does not have.
-            RequestError: streams are open.
+        Raises ConfigError for a tag that this model does not have, RequestError while streams are open.
         """
         wanted = self._memory.tags(tags)
         if wanted != ["cache"]:
@@ -353,9 +354,7 @@ class LLM:
     def resume_memory(self, tags: Sequence[Tag] | None = None) -> None:
         """Restore the memory that ``release_memory`` gave up: the weights as they were, an empty cache.
 
-        Raises:
-            ConfigError: a tag that this model does not have.
-            RequestError: weights were released without a backup.
+        Raises ConfigError for a tag that it does not have, RequestError for weights without a backup.
         """
         self._memory.resume(self.engine, self._memory.tags(tags))
 

@@ -1,7 +1,9 @@
 """A model in memory and the runner of its programs: ``LLM`` serves with them, a follower replays on them."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,7 +17,7 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
 from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.api.simulated import check_simulated
-from mtp_jax.checkpoint.digest import folder_digest
+from mtp_jax.checkpoint.digest import beside, folder_digest, folder_sizes
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.hello import options_of, versions
@@ -101,7 +103,9 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     )
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
-    _compare(options, directory, engine, num_nextn_layers)
+    draft = options.draft_model
+    folders = (directory,) if draft is None else (directory, Path(draft))
+    compare_weights = _compare(options, folders, engine, num_nextn_layers)
     with report.phase("read", "B") as update:
         loaded = checkpoint.load(
             directory,
@@ -118,8 +122,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         config, params = loaded.config, loaded.params
         del loaded  # so that its weights are freed one by one
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
-    draft = options.draft_model
-    folders = (directory,) if draft is None else (directory, Path(draft))
+    with report.phase("compare"):
+        compare_weights()
     room = None
     if engine.memory_fraction is not None:
         with report.phase("size cache"):
@@ -140,21 +144,28 @@ def _check_dtype(engine: EngineConfig) -> None:
         )
 
 
-def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: int | None) -> None:
-    """Over several hosts: check that every rank is about to load and compile the same. Raises ConfigError."""
-    if options.group is None:
+def _compare(
+    options: LLMOptions, folders: tuple[Path, ...], engine: EngineConfig, nextn: int | None
+) -> Callable[[], None]:
+    """Over several hosts: check that every rank is about to load and compile the same.
+
+    Returns a function that compares every byte of the folders; they are read meanwhile, beside the load. Both
+    raise ConfigError, the function CheckpointError, too.
+    """
+    group = options.group
+    if group is None:
         if jax.process_count() > 1:
             raise ConfigError("JAX runs over several processes; give the group that join() made")
-        return
+        return lambda: None
     mesh, every = options.mesh, jax.devices()
     if mesh is None or mesh.devices.size != len(every):
         shape = None if mesh is None else "x".join(str(n) for n in mesh.devices.shape)
         raise ConfigError(
-            f"mesh = {shape}; {options.group.hosts.hosts} hosts have {len(every)} devices together: give a "
+            f"mesh = {shape}; {group.hosts.hosts} hosts have {len(every)} devices together: give a "
             "mesh of all of them"
         )
-    draft = options.draft_model
-    options.group.compare(
+    names = ("the checkpoint", "draft_model")[: len(folders)]
+    group.compare(
         {
             **versions(),
             "devices": f"{every[0].device_kind}, {len(every)}, {jax.local_device_count()} on each host",
@@ -162,7 +173,12 @@ def _compare(options: LLMOptions, directory: Path, engine: EngineConfig, nextn: 
             "options": options_of(asdict(engine)),
             "NextN layers": str(nextn),
             "draft_captures": str(options.draft_captures),
-            "the checkpoint": folder_digest(directory),
-            "draft_model": "none" if draft is None else folder_digest(Path(draft)),
+            **{name: folder_sizes(folder) for name, folder in zip(names, folders, strict=True)},
         }
     )
+    found = [beside(partial(folder_digest, folder)) for folder in folders]
+
+    def compare_weights() -> None:
+        group.compare({f"the bytes of {name}": f.result() for name, f in zip(names, found, strict=True)})
+
+    return compare_weights

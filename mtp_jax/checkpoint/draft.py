@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from mtp_jax.checkpoint import mtp
-from mtp_jax.checkpoint.folder import Folder, open_folder, shortlist
+from mtp_jax.checkpoint.folder import Folder, shortlist
 from mtp_jax.checkpoint.formats import by_tensors
 from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head, stages_config
 from mtp_jax.checkpoint.safetensors_file import Tensor
@@ -123,14 +123,13 @@ def _of_layer(cfg: ModelConfig, name: str) -> object:
     return replace(value, shared=()) if isinstance(value, IndexerConfig) else value
 
 
-def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = None) -> Draft:
+def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = None) -> Draft:
     """The NextN layers or the head of a separate folder for the model of ``cfg``.
 
     The layout of NextN layers is told from the tensors. captures: see ``head_config``. Raises CheckpointError
     for a folder without NextN layers, or whose layers do not fit the model; ConfigError for a head that does
     not.
     """
-    folder = open_folder(path)
     raw = read_json(folder.path / "config.json")
     try:
         if is_head(raw):
@@ -141,7 +140,9 @@ def open_draft(path: str | Path, cfg: ModelConfig, captures: Captures | None = N
     except ConfigError as e:
         raise ConfigError(f"{folder.path}: {e}") from e
     if captures is not None:
-        raise ConfigError(f"draft_captures = {captures!r}, but {path} has NextN layers, which read no taps")
+        raise ConfigError(
+            f"draft_captures = {captures!r}, but {folder.path} has NextN layers, which read no taps"
+        )
     own = by_tensors(ModelConfig.from_file(folder.path / "config.json"), folder.tensors)
     pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [

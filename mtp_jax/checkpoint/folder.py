@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mtp_jax.checkpoint.compressed_tensors import as_released
 from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
@@ -32,15 +33,16 @@ _OTHER = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
 
 
 def as_folder(path: Path, tensors: dict[str, Tensor]) -> Folder:
-    """Tensors as a folder; tensors of a multimodal model's text part get their names in a text model.
+    """Tensors as a folder, under the names of a release's text model.
 
     Raises CheckpointError for two tensors of one name.
     """
-    if not any(name.startswith(_TEXT) for name in tensors):
-        return Folder(path, tensors)
-    folder = Folder(path, {})
-    for name, tensor in tensors.items():
-        into, new = (folder.unread if name.startswith(_OTHER) else folder.tensors), name.removeprefix(_TEXT)
+    folder, nested = Folder(path, {}), any(name.startswith(_TEXT) for name in tensors)
+    short = {name: name.removeprefix(_TEXT) if nested else name for name in tensors}
+    text = {new: tensors[name] for name, new in short.items()}
+    for name, own in short.items():
+        new, tensor = as_released(own, tensors[name], text)
+        into = folder.unread if nested and name.startswith(_OTHER) else folder.tensors
         if new in into:
             raise CheckpointError(f"{tensor} is also there as {into[new].name}; expected one of them")
         into[new] = tensor

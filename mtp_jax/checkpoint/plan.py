@@ -100,7 +100,7 @@ def make_plan(
     if draft_captures is not None and draft_model is None:
         raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
     if draft_model is not None:
-        draft = open_draft(draft_model, cfg, draft_captures)
+        draft = open_draft(open_folder(draft_model), cfg, draft_captures)
     else:
         draft = own if num_nextn_layers == 0 else own.described(raw, cfg)
     if draft.head is not None:

@@ -29,11 +29,20 @@ Source = str | Path | Mapping[str, ArrayLike]
 """A folder of safetensors files, or the tensors themselves by the names of the release."""
 
 
+def open_source(source: Source) -> Folder:
+    """The tensors of an update. Raises CheckpointError."""
+    if isinstance(source, Mapping):
+        return as_folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
+    if is_orbax(source):
+        raise CheckpointError(f"{source} is an Orbax folder; weights are updated from safetensors files")
+    return open_folder(source)
+
+
 def read_update(
     cfg: ModelConfig,
     now: Params,
-    source: Source,
-    draft_model: str | Path | None = None,
+    source: Source | Folder,
+    draft_model: str | Path | Folder | None = None,
     *,
     dtype: str,
     keep_draft: bool = False,
@@ -57,7 +66,8 @@ def read_update(
     """
     if keep_draft and draft_model is not None:
         raise ConfigError("keep_draft and draft_model exclude each other; leave one of them out")
-    folder, given = _open(source, cfg)
+    folder = source if isinstance(source, Folder) else open_source(source)
+    given = _stored(folder, cfg)
     if keep_draft:
         given, now = given.without_drafts(), now.with_drafts()
     draft = _draft(folder, given, draft_model)
@@ -72,7 +82,7 @@ def read_update(
     return new
 
 
-def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> Draft:
+def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | Folder | None) -> Draft:
     """The drafter's tensors, of the update itself or of a folder. Raises CheckpointError, ConfigError."""
     head = head_of(cfg)
     if draft_model is None and head is not None and not head.inside:
@@ -82,48 +92,43 @@ def _draft(folder: Folder, cfg: ModelConfig, draft_model: str | Path | None) -> 
         )
     if draft_model is None and (head is None or not (folder.path / "config.json").is_file()):
         return in_place(folder, cfg)
-    path = folder.path if draft_model is None else draft_model
-    return open_draft(path, cfg) if head is None else _head_like(head, path, cfg)
+    path = folder if draft_model is None else draft_model
+    own = path if isinstance(path, Folder) else open_folder(path)
+    return open_draft(own, cfg) if head is None else _head_like(head, own, cfg)
 
 
-def _head_like(head: HeadConfig, path: str | Path, cfg: ModelConfig) -> Draft:
+def _head_like(head: HeadConfig, folder: Folder, cfg: ModelConfig) -> Draft:
     """The head in this folder, whose list of taps may count as either kind does. Raises CheckpointError."""
     faults: list[str] = []
     for captures in (None, *get_args(Captures)):
         try:
-            draft = open_draft(path, cfg, captures)
+            draft = open_draft(folder, cfg, captures)
         except (CheckpointError, ConfigError) as error:
             faults.append(str(error))
             continue
         if draft.head is not None and replace(draft.head, embeds=head.embeds) == head:
             return draft
         faults.append(f"it is {draft.head}")
-    raise CheckpointError(f"{path} does not fit the loaded drafter, {head}: {faults[0]}")
+    raise CheckpointError(f"{folder.path} does not fit the loaded drafter, {head}: {faults[0]}")
 
 
-def _open(source: Source, cfg: ModelConfig) -> tuple[Folder, ModelConfig]:
-    """The tensors, and the model's config with their formats: FP8, int4, FP4, or none."""
+def _stored(folder: Folder, cfg: ModelConfig) -> ModelConfig:
+    """The model's config with the formats of new tensors: FP8, int4, FP4, or none. Raises CheckpointError."""
     group = cfg.int4_group
-    if isinstance(source, Mapping):
-        folder = as_folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
-    elif is_orbax(source):
-        raise CheckpointError(f"{source} is an Orbax folder; weights are updated from safetensors files")
-    else:
-        folder = open_folder(source)
-        if (folder.path / "config.json").is_file():
-            own, _ = read_config(folder.path)
-            group = own.int4_group
-            differing = [
-                f"{name} is {a!r:.200}, the loaded model's is {b!r:.200}"
-                for name, a, b in _differing(own, cfg)
-                if name not in _FREE
-            ]
-            if differing:
-                raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
+    if (folder.path / "config.json").is_file():
+        own, _ = read_config(folder.path)
+        group = own.int4_group
+        differing = [
+            f"{name} is {a!r:.200}, the loaded model's is {b!r:.200}"
+            for name, a, b in _differing(own, cfg)
+            if name not in _FREE
+        ]
+        if differing:
+            raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
     kinds = {t.dtype for t in folder.tensors.values()}
     packed = any(name.endswith(PACKED) for name in folder.tensors)
     narrow = {"fp8": "F8_E4M3" in kinds, "fp4": "I8" in kinds, "int4_group": group if packed else None}
-    return folder, replace(cfg, **narrow)
+    return replace(cfg, **narrow)
 
 
 def _differing(one: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, object, object]]:

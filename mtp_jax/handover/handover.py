@@ -8,6 +8,7 @@ A page that does not come is computed, so that no fault of a hand-over makes a r
 
 import asyncio
 import hashlib
+import secrets
 import socket
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -17,7 +18,6 @@ from typing import TypeVar
 
 from mtp_jax.api.async_llm import AsyncLLM
 from mtp_jax.api.hooks import Counters
-from mtp_jax.checkpoint.digest import folder_digest
 from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class Handover:
             raise ConfigError("role = 'both' hands nothing over; give 'prefill' or 'decode'")
         if not self._engine.tier:
             raise ConfigError(f"role = {options.role!r} needs host_cache_gib above 0: pages pass through it")
-        self._files = [folder_digest(folder, weights=True) for folder in allm.llm.folders]
+        self._weights = allm.llm.identify()
         self._like = Page()
         self._threads = ThreadPoolExecutor(_FETCHES, "fetch")
         self.peers: Peers | None = None
@@ -68,6 +68,7 @@ class Handover:
         self._loop = asyncio.get_running_loop()
         read = partial(self._engine.runner.do, ReadPages(0, (0,)))
         (self._like,) = split((await self._allm.on_engine(read)).read())
+        await self._allm.off_loop(self._weights.wait)
         if self.server:
             self.server.start()
 
@@ -93,9 +94,13 @@ class Handover:
         }
 
     def identity(self) -> str:
-        """Facts that pages depend on besides tokens: model, files and name of the weights, form of cache."""
+        """Facts that pages depend on besides tokens: model, all bytes and name of the weights, form of cache.
+
+        Nobody else's while weights are being replaced.
+        """
         config, form = self._engine.config, [(a.shape, str(a.dtype)) for a in self._like]
-        of_weights = self._files, self._engine.weight_version
+        weights = self._weights.now() or secrets.token_hex()
+        of_weights = weights, self._engine.weight_version, config.dtype
         what = self._engine.cfg, of_weights, config.page_size, config.suffix_drafts, form
         return hashlib.sha256(repr(what).encode()).hexdigest()
 

@@ -1,6 +1,7 @@
-"""The quantisation that a ``config.json`` announces: FP8 in blocks, FP4 or int4 in groups, or none."""
+"""The quantisation that a ``config.json`` announces: FP8 in blocks, FP4 or int4 in groups, some, or none."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -29,7 +30,7 @@ def quantisation(raw: JsonObject) -> JsonObject:
         _check_fp8(quant)
         return {"fp8": True, "fp4": _fp4(raw, quant), "int4_group": None}
     if method == "compressed-tensors":
-        return {"fp8": False, "fp4": False, "int4_group": _int4_group(quant)}
+        return _compressed(raw, quant)
     kind = quant.get("quant_algo")
     of = f", quant_algo = {kind!r:.80}" if kind is not None else ""
     raise ConfigError(f"quantization {method!r:.200} is not supported{of}; {_EXPECTED}")
@@ -62,23 +63,65 @@ def _check_fp8(quant: JsonObject) -> None:
         )
 
 
-# Values that compressed-tensors may give for weights beside their group size; optional keys come last.
-_WEIGHTS = {
-    "num_bits": (4,),
-    "type": ("int", None),
-    "strategy": ("group", None),
-    "symmetric": (True, None),
-    "dynamic": (False, None),
-    "actorder": (None,),
-    "block_structure": (None,),
+@dataclass(frozen=True)
+class _Scheme:
+    """A format of compressed-tensors: values that it may give for weights; optional keys come last.
+
+    Attributes:
+        about: the format in words.
+        weights: allowed values of each key.
+        dynamic: whether inputs may be quantised as they come; this engine leaves them as they are.
+    """
+
+    about: str
+    weights: Mapping[str, tuple[object, ...]]
+    dynamic: bool
+
+
+_ANY = {"symmetric": (True, None), "dynamic": (False, None), "actorder": (None,)}
+_INT4, _FP8_BLOCKS, _MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
+_SCHEMES = {
+    _INT4: _Scheme(
+        "int4 weights, symmetric, packed eight to a word with a scale per group of inputs",
+        {
+            "num_bits": (4,),
+            "type": ("int", None),
+            "strategy": ("group", None),
+            **_ANY,
+            "block_structure": (None,),
+        },
+        dynamic=False,
+    ),
+    _FP8_BLOCKS: _Scheme(
+        "FP8 weights with a scale per 128x128 block (FP8_BLOCK)",
+        {
+            "num_bits": (8,),
+            "type": ("float",),
+            "strategy": ("block",),
+            "block_structure": ([FP8_BLOCK, FP8_BLOCK],),
+            **_ANY,
+        },
+        dynamic=True,
+    ),
+    _MXFP4: _Scheme(
+        "FP4 weights with a power of two per 32 inputs",
+        {
+            "num_bits": (4,),
+            "type": ("float",),
+            "strategy": ("group",),
+            "group_size": (FP4_GROUP,),
+            **_ANY,
+            "block_structure": (None,),
+        },
+        dynamic=True,
+    ),
 }
 
 
-def _int4_group(quant: JsonObject) -> int:
-    """Inputs that share a scale, of compressed-tensors' pack-quantized format.
+def _compressed(raw: JsonObject, quant: JsonObject) -> JsonObject:
+    """compressed-tensors, as llm-compressor writes it.
 
-    The tensors show which weights are packed, as for FP8, so the patterns ``targets`` and ``ignore`` are not
-    read.
+    The tensors show which weights are narrow, so the patterns ``targets`` and ``ignore`` are not read.
     """
     for key in ("kv_cache_scheme", "transform_config"):
         _need(key, quant.get(key) or None, (None,))
@@ -89,37 +132,55 @@ def _int4_group(quant: JsonObject) -> int:
     groups = quant.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise ConfigError(f"compressed-tensors with config_groups = {groups!r:.200}; expected an object each")
-    sizes = {_group_size(quant, name, group) for name, group in groups.items()}
+    found = [_group(quant, f"{name:.80}", group) for name, group in groups.items()]
+    kinds, sizes = {kind for kind, _ in found}, {size for _, size in found if size is not None}
     if len(sizes) > 1:
         raise ConfigError(
             f"compressed-tensors with groups of {' and '.join(map(str, sorted(sizes)))} inputs is not "
             "supported; expected one group_size"
         )
-    return sizes.pop()
+    return {
+        "fp8": _FP8_BLOCKS in kinds,
+        "fp4": _MXFP4 in kinds or _fp4(raw, quant),
+        "int4_group": next(iter(sizes), None),
+    }
 
 
-def _group_size(quant: JsonObject, name: str, group: JsonObject) -> int:
-    _need(f"{name}.format", group.get("format") or quant.get("format"), ("pack-quantized",))
+def _group(quant: JsonObject, name: str, group: JsonObject) -> tuple[str, int | None]:
+    """The format of a group of weights, and of int4 the inputs that share a scale."""
+    kind = group.get("format") or quant.get("format")
+    _need(f"{name}.format", kind, tuple(_SCHEMES))
+    scheme = _SCHEMES[str(kind)]
     for key in ("input_activations", "output_activations"):
-        _need(f"{name}.{key}", group.get(key), (None,))
+        given = group.get(key)
+        if not (scheme.dynamic and key == "input_activations" and _comes_quantised(given)):
+            _need(f"{name}.{key}", given, (None,), scheme.about)
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ConfigError(f"compressed-tensors with {name}.weights = {weights!r:.200}; expected an object")
-    for key, allowed in _WEIGHTS.items():
-        _need(f"{name}.weights.{key}", weights.get(key), allowed)
-    size = weights.get("group_size")
-    if type(size) is not int or size < 1:
+    for key, allowed in scheme.weights.items():
+        _need(f"{name}.weights.{key}", weights.get(key), allowed, scheme.about)
+    size = weights.get("group_size") if kind == _INT4 else None
+    if kind == _INT4 and (type(size) is not int or size < 1):
         raise ConfigError(
             f"compressed-tensors with {name}.weights.group_size = {size!r:.80} is not supported; expected a "
             "number of inputs"
         )
-    return size
+    return str(kind), size
 
 
-def _need(key: str, got: object, allowed: Sequence[object]) -> None:
+def _comes_quantised(activations: object) -> bool:
+    """Whether inputs have scales of their own in every batch, so that a checkpoint holds none."""
+    if not isinstance(activations, dict):
+        return False
+    return activations.get("dynamic") is True and activations.get("type") == "float"
+
+
+def _need(key: str, got: object, allowed: Sequence[object], about: str = "weights alone") -> None:
     """Raises ConfigError for another value; 1 is another value than True."""
     if not any(type(got) is type(value) and got == value for value in allowed):
+        expected = " or ".join(repr(value) for value in allowed if value is not None) or "None"
         raise ConfigError(
-            f"compressed-tensors with {key} = {got!r:.200} is not supported; expected {allowed[0]!r}: int4 "
-            "weights, symmetric, packed eight to a word with a scale per group of inputs, and nothing else"
+            f"compressed-tensors with {key} = {got!r:.200} is not supported; expected {expected}: {about}, "
+            "and nothing else"
         )

@@ -11,9 +11,11 @@ import pytest
 
 from mtp_jax import LLM, AsyncLLM, CheckpointError, ConfigError, EngineStopped, RequestError, SamplingParams
 from mtp_jax.api.local import local_runner
+from mtp_jax.checkpoint.digest import folder_digest
+from mtp_jax.checkpoint.folder import open_folder
 from mtp_jax.checkpoint.safetensors_file import open_file
 from mtp_jax.engine.engine import Engine
-from tests.checkpoint.files import edit_tensors
+from tests.checkpoint.files import drop_nextn, edit_tensors
 from tests.golden import expected, model_dir
 from tests.models import slowed
 
@@ -241,3 +243,40 @@ def test_an_update_that_waits_does_not_outlive_the_engine(llm, other):
 
 def _names() -> list[str]:
     return [name for file in RIGGED.glob("*.safetensors") for name in open_file(file)]
+
+
+def test_the_identity_of_weights_follows_updates(other, tmp_path):
+    """Equal weights are equal from any source; a drafter that stays keeps its part."""
+    llm, late = LLM(RIGGED, **SIZES), LLM(RIGGED, **SIZES)
+    rigged = llm.identify().now()
+    assert rigged
+    assert rigged.weights == rigged.drafts == folder_digest(RIGGED, weights=True)
+    llm.update_weights(other, probe=())
+    assert llm.identify().now() == LLM(other, **SIZES).identify().now() != rigged
+    arrays = {n: t.array() for n, t in open_folder(RIGGED).tensors.items()}
+    llm.update_weights(arrays, probe=())
+    assert llm.identify().now() == rigged
+    trunk = edit_tensors(RIGGED, tmp_path / "trunk", drop_nextn(RIGGED))
+    llm.update_weights(trunk, probe=(), keep_draft=True)
+    now = llm.identify().now()
+    assert now
+    assert (now.weights, now.drafts) == (folder_digest(trunk, weights=True), rigged.drafts)
+    with pytest.raises(CheckpointError):
+        llm.update_weights({}, probe=())
+    assert llm.identify().now() == now
+    late.update_weights(other, probe=())
+    with pytest.raises(ConfigError, match="the weights were updated before their identity was asked for"):
+        late.identify()
+
+
+def test_weights_that_are_half_replaced_have_no_identity(other, monkeypatch):
+    llm = LLM(RIGGED, **SIZES)
+    identity = llm.identify()
+    new = llm.read_weights(other)
+    with monkeypatch.context() as broken:
+        broken.setattr(llm.engine, "new_weights", lambda version: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.replace_weights(new, probe=())
+    assert identity.now() is None
+    llm.update_weights(other, probe=())
+    assert identity.now() == new.digests

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from mtp_jax import LLM, AsyncLLM, ConfigError, Handover, HandoverOptions, RequestOutput, SamplingParams
+from mtp_jax.api.identity import Identity
 from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.wire.secret import VARIABLE
 from tests import tiny_tokenizer, v4
+from tests.checkpoint.files import copy_folder
 from tests.golden import model_dir
 from tests.handover.proxy import Harm, Proxy, cut, flip, stall
 from tests.models import tiny_params
@@ -218,17 +220,23 @@ def test_without_a_peer_it_serves_alone(prefiller, decoder, alone, options, reas
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("change", ["weights", "page size", "files"])
-def test_pages_of_another_kind_are_refused(prefiller, decoder, alone, change, monkeypatch):
+@pytest.mark.parametrize("change", ["weights", "page size", "dtype", "one bit"])
+def test_pages_of_another_kind_are_refused(prefiller, decoder, alone, change, monkeypatch, tmp_path):
     async def run() -> None:
         async with apart(prefiller, decoder) as (p, d):
             if change == "weights":
                 monkeypatch.setattr(prefiller.engine, "weight_version", "1")
-            elif change == "page size":
-                config = replace(prefiller.engine.config, page_size=32)
-                monkeypatch.setattr(prefiller.engine, "config", config)
+            elif change == "one bit":
+                folder = copy_folder(model_dir("rigged"), tmp_path / "model")
+                (path,) = folder.glob("*.safetensors")
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+                monkeypatch.setattr(p.handover, "_weights", Identity([folder]))
             else:
-                monkeypatch.setattr(p.handover, "_files", ["others"])
+                other: dict[str, Any] = {"page size": {"page_size": 32}, "dtype": {"dtype": "bfloat16"}}
+                config = replace(prefiller.engine.config, **other[change])
+                monkeypatch.setattr(prefiller.engine, "config", config)
             as_alone(await ask(d), alone)
             assert (stats(p), stats(d)) == ((0, {"config": 1}), (0, {"config": 1}))
             monkeypatch.undo()

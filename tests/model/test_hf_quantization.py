@@ -7,6 +7,7 @@ import pytest
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
+from tests.checkpoint.compressed import BLOCKS, MXFP4
 from tests.checkpoint.int4_files import CONFIG, QUANTISATION
 
 PLAIN = CONFIG.to_dict() | {"model_type": "kimi_k2"}
@@ -55,8 +56,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gptq": (PLAIN | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq' is not supported"),
     "nvfp4": (PLAIN | {"quantization_config": {"quant_method": "modelopt"}}, "'modelopt' is not supported"),
     "nvfp4, packed": (changed({"format": "nvfp4-pack-quantized"}), "format = 'nvfp4-pack-quantized'"),
-    "mxfp4": (changed(group={"format": "mxfp4-pack-quantized"}), "format = 'mxfp4-pack-quantized'"),
-    "int8": (changed({"format": "int-quantized"}), "group_0.format = 'int-quantized' is not supported"),
+    "mxfp4 of integers": (changed(group={"format": "mxfp4-pack-quantized"}), "weights.type = 'int'"),
+    "int8": (
+        changed({"format": "int-quantized"}),
+        "group_0.format = 'int-quantized' is not supported; expected 'pack-quantized' or 'float-quantized'",
+    ),
     "8 bits": (changed(num_bits=8), "group_0.weights.num_bits = 8 is not supported; expected 4"),
     "3 bits": (changed(num_bits=3), "num_bits = 3"),
     "floats": (changed(type="float"), "type = 'float' is not supported; expected 'int'"),
@@ -82,6 +86,51 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "groups of 16 and 32 inputs is not supported; expected one group_size",
     ),
 }  # fmt: skip
+
+
+def fp8(group: Any = None, **weights: Any) -> dict[str, Any]:
+    """A config of FP8 blocks, with other values of its group and of the group's weights."""
+    quant = json.loads(json.dumps(BLOCKS))
+    quant["config_groups"]["group_0"] |= group or {}
+    quant["config_groups"]["group_0"]["weights"] |= weights
+    return PLAIN | {"quantization_config": quant}
+
+
+REFUSED |= {
+    "fp8 per channel": (fp8(strategy="channel"), "strategy = 'channel' is not supported; expected 'block'"),
+    "fp8 per tensor": (fp8(strategy="tensor"), "strategy = 'tensor' is not supported; expected 'block'"),
+    "fp8 of other blocks": (fp8(block_structure=[64, 64]), "block_structure = [64, 64]"),
+    "fp8 of no blocks": (fp8(block_structure=None), "block_structure = None is not supported; expected [128"),
+    "fp8 of integers": (fp8(type="int"), "type = 'int' is not supported; expected 'float'"),
+    "fp8 with static inputs": (
+        fp8({"input_activations": {"num_bits": 8, "type": "float", "dynamic": False}}),
+        "group_0.input_activations = {",
+    ),
+    "fp8 of the release, other blocks": (
+        PLAIN | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        "weight_block_size [64, 64]",
+    ),
+}
+
+
+@pytest.mark.parametrize("inputs", ["as they come", "left alone"])
+def test_fp8_in_blocks(inputs: str):
+    left = {"input_activations": None} if inputs == "left alone" else {}
+    found = ModelConfig.from_dict(fp8(left))
+    assert (found.fp8, found.fp4, found.int4_group) == (True, False, None)
+
+
+def test_groups_of_several_formats():
+    groups = {
+        "attention": BLOCKS["config_groups"]["group_0"] | {"format": "float-quantized"},
+        "experts": QUANTISATION["config_groups"]["group_0"] | {"format": "pack-quantized"},
+    }
+    quant = BLOCKS | {"format": "mixed-precision", "config_groups": groups}
+    found = ModelConfig.from_dict(PLAIN | {"quantization_config": quant})
+    assert (found.fp8, found.fp4, found.int4_group) == (True, False, 32)
+    groups["experts"] = MXFP4
+    found = ModelConfig.from_dict(PLAIN | {"quantization_config": quant})
+    assert (found.fp8, found.fp4, found.int4_group) == (True, True, None)
 
 
 @pytest.mark.parametrize("case", REFUSED)
