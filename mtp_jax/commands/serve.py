@@ -43,7 +43,14 @@ _SUBJECTS = {
         "allowed_hosts",
         "allowed_origins",
     ),
-    "limits": ("max_body_bytes", "max_connections", "request_seconds", "drain_seconds", "step_seconds"),
+    "limits": (
+        "max_body_bytes",
+        "max_connections",
+        "request_seconds",
+        "ping_seconds",
+        "drain_seconds",
+        "step_seconds",
+    ),
 }
 _DESCRIPTION = f"""\
 Serve a model over HTTP with OpenAI's API. It listens on this computer alone unless --host says otherwise,
