@@ -66,8 +66,8 @@ class LLMOptions(EngineOptions):
     )
     compile_cache: str | Path | None = option(
         "~/.cache/mtp-jax/xla",
-        "folder of compiled programs, in place of JAX_COMPILATION_CACHE_DIR; they are trusted, so only you "
-        "may write to it",
+        "folder of compiled programs, in place of JAX_COMPILATION_CACHE_DIR; they are trusted, so below a "
+        "folder that others may write to they lie in mtp-jax-UID, which is yours alone",
         kind=Path,
         unset="no cache",
         metavar="DIR",

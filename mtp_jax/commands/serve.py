@@ -1,7 +1,7 @@
 """`mtp-jax serve`: the model behind an OpenAI-compatible HTTP API."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
@@ -43,7 +43,14 @@ _SUBJECTS = {
         "allowed_hosts",
         "allowed_origins",
     ),
-    "limits": ("max_body_bytes", "max_connections", "request_seconds", "drain_seconds", "step_seconds"),
+    "limits": (
+        "max_body_bytes",
+        "max_connections",
+        "request_seconds",
+        "ping_seconds",
+        "drain_seconds",
+        "step_seconds",
+    ),
 }
 _DESCRIPTION = f"""\
 Serve a model over HTTP with OpenAI's API. It listens on this computer alone unless --host says otherwise,
@@ -127,7 +134,7 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
 
 def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Handover | None" = None) -> str:
     """The model and its settings, a line per subject."""
-    import jax
+    from mtp_jax.api.compile_cache import compile_cache
 
     llm, about = allm.llm, allm.about
     c, model = about.engine, about.model
@@ -137,9 +144,7 @@ def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Hando
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
-    config: Any = jax.config
-    folder = config.jax_compilation_cache_dir
-    kept = f"kept in {folder}" if folder else "not kept"
+    kept = f"kept in {folder}" if (folder := compile_cache()) else "not kept"
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"

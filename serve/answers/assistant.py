@@ -16,14 +16,15 @@ from serve.base.sse import event
 from serve.base.state import Server
 
 
-def _named(data: JsonObject) -> bytes:
+def named(data: JsonObject) -> bytes:
+    """One event of a JSON object, named by its type."""
     return b"event: " + data["type"].encode() + b"\n" + event(data)
 
 
 class AssistantCall(Call):
     """The answer to a conversation. A route's subclass gives blocks their form."""
 
-    write = staticmethod(_named)
+    write = staticmethod(named)
     done = b""
 
     def __init__(self, server: Server, request: Request, asked: Asked, stream: bool | None) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mtp_jax import JsonObject, RequestOutput, Stream
 from serve.answers.generation import check, outputs
 from serve.base.errors import ApiError
-from serve.base.sse import DONE, EventStream, event
+from serve.base.sse import COMMENT, DONE, EventStream, event
 from serve.base.state import Server
 from serve.bodies.reading import warning
 
@@ -34,11 +34,11 @@ class Call(ABC):
     Attributes:
         streams: the stream of each prompt.
         last: the newest output of every prompt that has one.
-        write: renders an event as bytes; ``done`` ends a stream of events.
+        write: renders an event as bytes; ``done`` ends a stream of events, ``ping`` says that it still waits.
     """
 
     write: Callable[[JsonObject], bytes] = staticmethod(event)
-    done = DONE
+    done, ping = DONE, COMMENT
 
     def __init__(
         self, server: Server, request: Request, streams: Sequence[Stream], stream: bool | None
@@ -79,6 +79,8 @@ class Call(ABC):
                 warning(self.request),
                 error=lambda error: self.write(self.error(error)),
                 done=self.done,
+                ping=self.ping,
+                ping_seconds=self.server.settings.ping_seconds,
             )
         async with aclosing(self._outputs()) as growing:
             async for _ in growing:

@@ -87,6 +87,9 @@ class Settings:
         "waits must be read",
         flag=None,
     )
+    # A third of the 15 s after which the standard of server-sent events has a comment sent. Proxies end
+    # silent connections after 60 s by default (nginx, AWS), some after 30 s.
+    ping_seconds: float = _seconds(5.0, "a stream that has been silent for this time sends a ping")
     max_connections: int = option(
         4096,
         "most HTTP requests in progress; more are refused before their bodies are read",

@@ -1,7 +1,7 @@
 """Server-sent events, and clients that disconnect before the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 
 from pydantic_core import to_json
@@ -14,6 +14,8 @@ from serve.base.errors import ApiError, as_api_error
 from serve.watch.access_log import record_of
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": ping\n\n"
+"""A comment, which every reader of events skips."""
 _KEY = "streams"
 
 
@@ -38,9 +40,12 @@ class EventStream(Response):
         headers: Mapping[str, str],
         error: Callable[[ApiError], bytes],
         done: bytes,
+        ping: bytes,
+        ping_seconds: float,
     ) -> None:
-        """error: makes the event of an error. done: the text that ends the stream."""
+        """error: makes the event of an error. done: ends the stream. ping: sent where events keep waiting."""
         self._events, self._error, self._done = events, error, done
+        self._ping, self._seconds = ping, ping_seconds
         no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**no_buffers, **headers}, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -48,17 +53,52 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with aclosing(self._events):
-                async for chunk in self._events:
-                    if chunk:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except Exception as error:
-            told = as_api_error(error)
-            record_of(scope).error = told.message
-            body = self._error(told)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async with _pinging(send, self._ping, self._seconds) as send_part:
+            try:
+                async with aclosing(self._events):
+                    async for chunk in self._events:
+                        if chunk:
+                            await send_part(chunk)
+            except Exception as error:
+                told = as_api_error(error)
+                record_of(scope).error = told.message
+                await send_part(self._error(told))
         await send({"type": "http.response.body", "body": self._done, "more_body": False})
+
+
+@asynccontextmanager
+async def _pinging(
+    send: Send, ping: bytes, seconds: float
+) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+    """Yield a function that sends a part of a body; where none is sent for the seconds, a ping is."""
+    now, one_at_a_time = asyncio.get_running_loop().time, asyncio.Lock()
+    sent = now()
+
+    async def send_now(body: bytes) -> None:
+        nonlocal sent
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        sent = now()
+
+    async def send_part(body: bytes) -> None:
+        async with one_at_a_time:
+            await send_now(body)
+
+    async def pings() -> None:
+        while True:
+            last = sent
+            await asyncio.sleep(last + seconds - now())
+            async with one_at_a_time:
+                if sent == last:
+                    await send_now(ping)
+
+    task = asyncio.create_task(pings())
+    try:
+        yield send_part
+    finally:
+        try:
+            await one_at_a_time.acquire()  # a ping that has begun is sent
+        finally:
+            task.cancel()
 
 
 def streams_of(scope: Scope) -> list[Stream]:

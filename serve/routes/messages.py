@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from mtp_jax import JsonObject, LazyPrompt
 from serve.answers.asking import Asked, ChatPrompt, ask
-from serve.answers.assistant import AssistantCall
+from serve.answers.assistant import AssistantCall, named
 from serve.answers.blocks import Block, Change
 from serve.base.errors import ApiError
 from serve.base.ids import new_id
@@ -42,6 +42,8 @@ async def count_tokens(server: Server, request: Request) -> Response:
 
 
 class _Messages(AssistantCall):
+    ping = named({"type": "ping"})  # as Anthropic's
+
     def __init__(self, server: Server, request: Request, asked: Asked, stream: bool | None) -> None:
         super().__init__(server, request, asked, stream)
         self._id = f"msg_{new_id()}"

@@ -39,6 +39,8 @@ async function* events(response) {
     if (done) return;
     const complete = (text + value).split("\n\n");
     text = complete.pop();
-    for (const event of complete) yield event.slice("data: ".length);
+    for (const event of complete) {
+      if (event.startsWith("data: ")) yield event.slice("data: ".length); // else a ping
+    }
   }
 }
