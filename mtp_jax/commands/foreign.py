@@ -60,6 +60,7 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("swap-space", "cpu-offload-gb", "hicache-size", "enable-hierarchical-cache"): ("--host-cache-gib",),
     ("cache-type-k", "cache-type-v", "kv-dtype"): ("--kv-cache-dtype",),
     ("tool-call-parser",): ("--tool-parser",),
+    ("default-chat-template-kwargs",): ("--chat-template-kwargs",),
     ("alias", "model-alias"): ("--served-model-name",),
     ("generation-config",): ("--sampling-defaults",),
     ("disable-log-requests", "log-disable", "log-level", "uvicorn-log-level"): ("--access-log off",),

@@ -14,7 +14,16 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.api.sampling_defaults import described, sampling_defaults
-from mtp_jax.commands.parser import Parser, acceptance, add_model, biases, integers, mesh_shape, words
+from mtp_jax.commands.parser import (
+    Parser,
+    acceptance,
+    add_model,
+    biases,
+    integers,
+    mesh_shape,
+    variables,
+    words,
+)
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.json_object import JsonObject
@@ -39,6 +48,7 @@ _READ = {
     "stop_token_ids": integers,
     "allowed_token_ids": integers,
     "peers": words,
+    "chat_template_kwargs": variables,
 }
 # The share of a GPU's memory that JAX takes; JAX reads it when it first uses a GPU.
 _JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"

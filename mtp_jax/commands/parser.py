@@ -1,6 +1,7 @@
 """argparse with one-line errors, and the types that options have."""
 
 import argparse
+import json
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 from mtp_jax.api.demo import demo_model
 from mtp_jax.commands.configured import FLAG, configure
 from mtp_jax.commands.foreign import advice, nearest
+from mtp_jax.json_object import JsonObject
 
 DEMO = "demo"
 _CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
@@ -213,6 +215,19 @@ def biases(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in (part.split(":") for part in text.split(","))}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID:BIAS,...; write 17:2.5,4:-100") from None
+
+
+def variables(text: str) -> JsonObject:
+    """Variables by name, as a JSON object: '{"enable_thinking": false}'."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not a JSON object; write '{{\"enable_thinking\": false}}'"
+        )
+    return found
 
 
 def acceptance(text: str) -> float | str | tuple[float, ...]:

@@ -22,6 +22,14 @@ SECONDS = 1.0
 MEMORY = 2**30
 """Bytes that the process may take beyond what it begins with."""
 
+OWN_VARIABLES = frozenset(
+    {
+        "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "eos_token",
+        "messages", "raise_exception", "self", "strftime_now", "tokenize", "tool_format", "tools",
+    }
+)  # fmt: skip
+"""Names that a caller cannot give a template: variables set here, and arguments of transformers' function."""
+
 # Seconds for the process to start and to answer, on a busy machine.
 _PATIENCE_SECONDS = 60.0
 _RENDERER = "mtp_jax.text.render"
@@ -40,6 +48,7 @@ class ChatTemplate:
 
     def __init__(self, value: object):
         self.sources = _sources(value)
+        self._reads: dict[str, frozenset[str]] = {}  # by source
 
     def render(self, variables: JsonMapping) -> str:
         """Render with `variables`, values as JSON has them; "tool_use" serves `tools`, "default" the rest.
@@ -57,6 +66,19 @@ class ChatTemplate:
         if "error" in answer:
             raise RequestError(answer["error"])
         return answer["text"]
+
+    def variables(self, with_tools: bool) -> frozenset[str]:
+        """The variables that the template reads, without those that are set here.
+
+        Raises RequestError for a broken template, and Overloaded.
+        """
+        _, source = self._chosen(with_tools)
+        if source not in self._reads:
+            answer = _rendered({"source": source, "variables": None, "seconds": SECONDS})
+            if "reads" not in answer:
+                raise RequestError(answer.get("error", "the chat template cannot be read"))
+            self._reads[source] = frozenset(answer["reads"]) - OWN_VARIABLES
+        return self._reads[source]
 
     def source(self, with_tools: bool) -> str:
         """The template's text. Raises RequestError if there is none, or it is above the limits."""
@@ -84,7 +106,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def _rendered(job: JsonObject) -> dict[str, str]:
+def _rendered(job: JsonObject) -> JsonObject:
     """The process's answer to a job."""
     for _ in range(2):  # the system may have ended an idle process; then try a new one
         try:

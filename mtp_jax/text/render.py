@@ -11,8 +11,9 @@ import signal
 from collections.abc import Callable
 from datetime import datetime
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -32,21 +33,30 @@ def main() -> None:
     """Render jobs until the other end is closed. SIGPROF ends the process at any point."""
     control = child.parent()
     child.limit_memory(MEMORY)
-    compiled = functools.lru_cache(MAX_TEMPLATES)(_environment().from_string)
+    environment = _environment()
+    compiled = functools.lru_cache(MAX_TEMPLATES)(environment.from_string)
     try:
         while True:
             wanted = child.receive(control)
             signal.setitimer(signal.ITIMER_PROF, wanted["seconds"])
-            answer = _answer(compiled, wanted["source"], wanted["variables"])
+            answer = _answer(environment, compiled, wanted["source"], wanted["variables"])
             signal.setitimer(signal.ITIMER_PROF, 0)
             child.send(control, answer)
     except (ConnectionError, EOFError):
         pass
 
 
-def _answer(compiled: Callable[[str], Template], source: str, variables: JsonObject) -> dict[str, str]:
-    """The answer to a job: ``text``, ``refused`` by a limit, or the template's ``error``."""
+def _answer(
+    environment: Environment, compiled: Callable[[str], Template], source: str, variables: JsonObject | None
+) -> JsonObject:
+    """The answer to a job: ``text``, ``refused`` by a limit, or the template's ``error``.
+
+    variables: None asks for the names of the variables that the template ``reads``.
+    """
     try:
+        if variables is None:
+            found = find_undeclared_variables(environment.parse(source))
+            return {"reads": sorted(found - environment.globals.keys())}
         if "tool_calls" in source:
             variables["messages"] = [with_objects(message) for message in variables.get("messages", ())]
         return {"text": _generate(compiled(source), variables)}

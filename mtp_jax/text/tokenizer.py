@@ -16,7 +16,7 @@ from tokenizers import decoders
 from mtp_jax.errors import CheckpointError, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import byte_level, tiktoken_file
-from mtp_jax.text.chat_template import ChatTemplate, first_line
+from mtp_jax.text.chat_template import OWN_VARIABLES, ChatTemplate, first_line
 from mtp_jax.text.tools.conversation import for_template
 from mtp_jax.text.tools.formats import format_named, format_of
 
@@ -40,11 +40,13 @@ class Tokenizer:
         vocab_size: one more than the highest id that has a token. The model's own may be padded above it.
         bos_token, eos_token: text of these tokens, "" where the files name none.
         bos_id: id of bos, or None.
+        OWN_VARIABLES: variables of a chat template that nobody else can give.
         eos_ids: every id that ends a generation (generation_config.json may list several); for models whose
             config.json names none.
     """
 
     OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+    OWN_VARIABLES = OWN_VARIABLES
 
     def __init__(self, backend: tokenizers.Tokenizer, config: JsonMapping, generation: JsonMapping):
         if not isinstance(backend.decoder, decoders.ByteLevel):
@@ -150,6 +152,13 @@ class Tokenizer:
         """Whether `apply_chat_template` can work."""
         return bool(self._template.sources)
 
+    def template_variables(self, with_tools: bool) -> frozenset[str]:
+        """The variables that the chat template reads, beside messages, tools and others that are set here.
+
+        Raises RequestError for a template that is broken or missing, and Overloaded.
+        """
+        return self._template.variables(with_tools)
+
     def apply_chat_template(
         self,
         messages: Sequence[JsonMapping],
@@ -172,9 +181,8 @@ class Tokenizer:
             RequestError: no template, a broken one, one above its limits, or one that refuses the messages.
             Overloaded: the machine is too busy to render it.
         """
-        taken = sorted({"bos_token", "eos_token"}.intersection(kwargs))
-        if taken:
-            raise RequestError(f"chat template variables {taken} come from the checkpoint; leave them out")
+        if taken := sorted(OWN_VARIABLES.intersection(kwargs)):
+            raise RequestError(f"chat template variables {taken} are set here; leave them out")
         source = self._template.source(with_tools=tools is not None)
         messages = _with_end_marked(messages) if continue_final_message else messages
         form = format_named(tool_format or format_of(source))

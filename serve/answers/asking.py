@@ -8,8 +8,11 @@ from starlette.requests import Request
 from mtp_jax import LazyPrompt, RequestError, SamplingParams, Stream, ToolUse
 from serve.answers.generation import submit
 from serve.base.state import Server
+from serve.bodies.reading import MOST_NAMED, ignore, printable, tell
 from serve.bodies.schema import ChatBody, Conversation
 from serve.bodies.tools import use_of
+
+_VARIABLE = "chat_template_kwargs."
 
 
 class ChatPrompt:
@@ -17,12 +20,13 @@ class ChatPrompt:
 
     Attributes:
         thinking: whether the prompt ends inside a think block.
+        unread: paths of the fields that have no effect on the chat template.
     """
 
     def __init__(self, server: Server, conversation: Conversation) -> None:
         self._tokenizer, self._conversation = server.tokenizer, conversation
-        self._form = server.tool_format
-        self.thinking = False
+        self._form, self._settings = server.tool_format, server.settings
+        self.thinking, self.unread = False, list[str]()
 
     def __call__(self) -> list[int]:
         """Render the conversation and return its token ids. Raises RequestError."""
@@ -43,11 +47,29 @@ class ChatPrompt:
             tool_format=self._form,
             add_generation_prompt=told.add_generation_prompt is not False,
             continue_final_message=told.continues,
-            **told.template_options(),
+            **{**self._settings.chat_template_kwargs, **told.template_options()},
         )
+        self._compare(self._tokenizer.template_variables(with_tools=bool(tools)))
         self.thinking = self._tokenizer.opens_thought(prompt)
         ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         return told.cut(ids) if isinstance(told, ChatBody) else ids
+
+    def _compare(self, reads: frozenset[str]) -> None:
+        """Find the fields without effect on a template that reads these variables. Raises RequestError."""
+        self.unread = self._conversation.unread(reads)
+        other = next((path for path in self.unread if path.startswith(_VARIABLE)), None)
+        if self._settings.strict and other:
+            raise RequestError(
+                f"{other:.80}: this model's chat template reads {', '.join(sorted(reads)) or 'no variable'}; "
+                "leave it out"
+            )
+        for name in self._settings.chat_template_kwargs.keys() - reads:
+            tell(f"--chat-template-kwargs {name}")
+
+    def warn(self, request: Request) -> None:
+        """Report fields that have no effect on the template, once it has rendered the conversation."""
+        for path in self.unread[:MOST_NAMED]:
+            ignore(request, printable(path))
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,7 @@ async def ask(server: Server, request: Request, body: ChatBody) -> Asked:
     prompt = ChatPrompt(server, body)
     lazy = LazyPrompt(prompt, body.characters)
     streams = await submit(server, request, body, [lazy], _with_tools(server, params, use))
+    prompt.warn(request)
     return Asked(streams, use, prompt.thinking, body.custom)
 
 

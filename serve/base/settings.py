@@ -5,7 +5,7 @@ import re
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, get_args
 
-from mtp_jax import ConfigError, ToolUse
+from mtp_jax import ConfigError, JsonObject, Tokenizer, ToolUse
 from mtp_jax.options import check, documented, option
 from serve.watch.access_log import AccessLog
 
@@ -79,6 +79,13 @@ class Settings:
         choices=("auto", *ToolUse.FORMATS),
         flag="--tool-parser",
     )
+    chat_template_kwargs: JsonObject = option(
+        {},
+        "variables of the chat template where a request does not give them, as a JSON object such as "
+        '{"enable_thinking": false}',
+        kind=object,
+        metavar="JSON",
+    )
     strict: bool = option(False, "refuse unknown fields instead of warning of them")
     max_body_bytes: int = option(8 * 2**20, "most bytes of a request's body", low=1, metavar="N")
     body_seconds: float = _seconds(
@@ -141,6 +148,10 @@ class Settings:
         if self.admin_key in self.api_keys:
             raise ConfigError(
                 "the admin key is one of the API keys, whose holders must not have it; choose another"
+            )
+        if own := sorted(Tokenizer.OWN_VARIABLES.intersection(self.chat_template_kwargs)):
+            raise ConfigError(
+                f"chat_template_kwargs has {own[0]}, which the server sets itself; leave it out"
             )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

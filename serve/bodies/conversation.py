@@ -15,8 +15,9 @@ from serve.bodies.custom_tools import (
     ToolItem,
     ToolPick,
 )
-from serve.bodies.fields import NOT_TEXT, Body, Name, Text, TextOr, bounds, one_of
+from serve.bodies.fields import NOT_TEXT, Body, Name, Text, TextOr, one_of
 from serve.bodies.tools import MOST_TOOLS, CalledTool, ToolBody, ToolChoice
+from serve.bodies.variables import Switches
 
 MAX_MESSAGES = 4096
 
@@ -157,63 +158,6 @@ def _double(ids: Iterable[str]) -> str:
     return next(id for id in ids if id in seen or seen.add(id))
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class Thinking(Body):
-    """Field ``thinking`` of Anthropic's, DeepSeek's and GLM's APIs: whether to think, and how much."""
-
-    without_effect: ClassVar = frozenset({"clear_thinking", "display"})
-
-    type: Literal["enabled", "disabled", "adaptive", "auto", "between_tools"]
-    budget_tokens: Annotated[int, bounds("max_thinking_tokens")] | None = None
-
-
-class TemplateOptions(Body):
-    """The variables of a chat template that a client may set."""
-
-    thinking: bool | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: Effort | None = None
-
-
-class Reasoning(Body):
-    """Field ``reasoning`` of OpenAI's Responses API and of OpenRouter: how much to think."""
-
-    without_effect: ClassVar = frozenset({"context", "generate_summary", "summary"})
-
-    enabled: bool | None = None
-    effort: Effort | None = None
-    max_tokens: Annotated[int, bounds("max_thinking_tokens")] | None = None
-
-
-class Switches(Body):
-    """Fields that switch thinking on or off."""
-
-    chat_template_kwargs: TemplateOptions | None = None
-    reasoning_effort: Effort | None = None
-    reasoning: Reasoning | None = None
-    thinking: Thinking | None = None
-    enable_thinking: bool | None = None
-
-    def template_options(self) -> JsonObject:
-        """Variables for the chat template; an effort also switches thinking, where no other field does."""
-        told = self.reasoning or Reasoning()
-        effort = self.reasoning_effort or told.effort
-        wanted = [
-            None if effort is None else effort != "none",
-            told.enabled,
-            self.enable_thinking,
-            self.thinking and self.thinking.type != "disabled",
-        ]
-        given: JsonObject = {} if effort is None else {"reasoning_effort": effort}
-        for thinks in wanted:
-            if thinks is not None:
-                given |= {"thinking": thinks, "enable_thinking": thinks}
-        own, known = self.chat_template_kwargs, set(TemplateOptions.model_fields)
-        return given | (own.model_dump(exclude_none=True, include=known) if own else {})
-
-
 class Conversation(Switches):
     """Fields that a chat template needs.
 
@@ -272,7 +216,7 @@ class Conversation(Switches):
     @property
     def characters(self) -> int:
         """Approximate length of the rendered conversation: the length of its JSON."""
-        told = self.model_dump_json(include={"messages", "tools"}, exclude_none=True)
+        told = self.model_dump_json(include={"messages", "tools", "chat_template_kwargs"}, exclude_none=True)
         return len(told)
 
     @property

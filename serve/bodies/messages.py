@@ -7,11 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, model_validator
 
 from mtp_jax import JsonObject
-from serve.bodies.conversation import MAX_MESSAGES, Effort, Thinking
+from serve.bodies.conversation import MAX_MESSAGES
 from serve.bodies.custom_tools import OtherTool
 from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, TextOr, bounds, kind_of, one_of, told
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName
+from serve.bodies.variables import Effort, Thinking
 
 # Claude Code begins its system message with a line for Anthropic's accounts that differs in each request, so
 # that no request would share a prefix with the request before.
@@ -225,7 +226,8 @@ class CountBody(Body):
         value["chat_template_kwargs"] = config.effort and {"reasoning_effort": config.effort}
         if found := config.format or self.output_format:
             value["response_format"] = {"type": "json_schema", "json_schema": {"schema": found.schema_}}
-        return ChatBody.model_validate(value)
+        chat = ChatBody.model_validate(value)
+        return chat.sent_as({"chat_template_kwargs.reasoning_effort": "output_config.effort"})
 
 
 def _function(tool: _Tool) -> JsonObject:

@@ -20,7 +20,7 @@ from serve.bodies.fields import Body
 
 _Body = TypeVar("_Body", bound=Body)
 _LOG = logging.getLogger(__name__)
-_MOST_NAMED = 10
+MOST_NAMED = 10
 _LONGEST_NAME = 64
 _CLOSE = 0.8  # ratio of difflib from which on an unknown field counts as a misspelt one
 
@@ -47,7 +47,7 @@ async def read(settings: Settings, request: Request, *kinds: type[_Body]) -> _Bo
         )
         raise ApiError(404, message, "model", "model_not_found")
     request.state.model = model or settings.model_name
-    unknown = [_printable(name) for name in islice(body.unknown(), _MOST_NAMED)]
+    unknown = [printable(name) for name in islice(body.unknown(), MOST_NAMED)]
     if unknown and settings.strict:
         close = get_close_matches(unknown[0], kind.model_fields, 1, _CLOSE)
         instead = f"do you mean {close[0]}?" if close else "leave it out"
@@ -101,11 +101,11 @@ async def received(settings: Settings, request: Request) -> bytes:
 def ignore(request: Request, name: str) -> None:
     """Report, in the log and by ``warning``, that a part of a request has no effect."""
     request.state.unknown.append(name)
-    _tell(name)
+    tell(name)
 
 
 @lru_cache(maxsize=256)  # clients choose the names
-def _tell(name: str) -> None:
+def tell(name: str) -> None:
     """Log, once, that a field has no effect."""
     _LOG.warning("requests have %s, which has no effect here", name)
 
@@ -120,5 +120,6 @@ def _required(kind: type[Body]) -> set[str]:
     return {name for name, field in kind.model_fields.items() if field.is_required()}
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
+    """The name of a field, fit for a header."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:_LONGEST_NAME])

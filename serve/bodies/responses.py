@@ -7,11 +7,12 @@ from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from mtp_jax import JsonObject
-from serve.bodies.conversation import MAX_MESSAGES, RefusalPart, Switches
+from serve.bodies.conversation import MAX_MESSAGES, RefusalPart
 from serve.bodies.custom_tools import CHOICES, PICKS, TOOLS, OtherTool
 from serve.bodies.fields import NOT_TEXT, Body, Name, Text, TextOr, bounds, form, one_of
 from serve.bodies.schema import CallBody, ChatBody
 from serve.bodies.tools import FunctionName
+from serve.bodies.variables import Switches
 
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _OF_OTHER_ROUTES = ("prompt_logprobs", "return_token_ids", "return_token_origins")

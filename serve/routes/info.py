@@ -93,6 +93,8 @@ async def tokenize(server: Server, request: Request) -> Response:
         return to_json(found)
 
     answered = await server.allm.in_queue(LazyPrompt(encode, characters), answer)
+    if isinstance(encode, ChatPrompt):
+        encode.warn(request)
     return Response(answered, headers=warning(request), media_type="application/json")
 
 

@@ -36,8 +36,10 @@ async def count_tokens(server: Server, request: Request) -> Response:
     """The route that counts the tokens of a conversation's prompt."""
     body = await read(server.settings, request, CountBody)
     chat = body.chat()
-    prompt = LazyPrompt(ChatPrompt(server, chat), chat.characters)
+    rendered = ChatPrompt(server, chat)
+    prompt = LazyPrompt(rendered, chat.characters)
     count = len(await server.allm.in_queue(prompt, prompt.make))
+    rendered.warn(request)
     return Response(to_json({"input_tokens": count}), headers=warning(request), media_type="application/json")
 
 

@@ -31,6 +31,7 @@ GIVEN = {
     "stop": ("a", ("a",)),
     "stop_token_ids": ("4,5", (4, 5)),
     "logit_bias": ("7:2.5,8:-1", {7: 2.5, 8: -1.0}),
+    "chat_template_kwargs": ('{"a": [1]}', {"a": [1]}),
     "api_keys": ("k", ("k",)),
     "model_names": ("m", ("m",)),
     "allowed_hosts": ("h", ("h",)),
@@ -198,6 +199,14 @@ ERRORS = [
     (["generate", V3, "--token-ids", "1,x"], "'1,x' is not a list of integers; write 1,2,3"),
     (["generate", V3, "--mesh", "8", *IDS], "'8' is not DATAxMODEL; write 2x4 for eight devices"),
     (["generate", V3, "--mesh", "0x1", *IDS], "'0x1' is not DATAxMODEL"),
+    (
+        ["serve", "--chat-template-kwargs", "[1]"],
+        "'[1]' is not a JSON object; write '{\"enable_thinking\": false}'",
+    ),
+    (
+        ["serve", "--chat-template-kwargs", '{"tools": 1}'],
+        "chat_template_kwargs has tools, which the server sets",
+    ),
     (["generate", V3, "--logit-bias", "3", *IDS], "'3' is not ID:BIAS,...; write 17:2.5,4:-100"),
     (["generate", V3, "--compile-cache", "c", "--no-compile-cache", *IDS], "not allowed with argument"),
     (["generate", V3, "--dtype", "int4", *IDS], "invalid choice: 'int4'"),

@@ -38,6 +38,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("serve --max-running-requests 3", "use --max-num-seqs"),
         ("serve --ctx-size 100", "use --max-model-len"),
         ("serve --tool-call-parser glm45", "use --tool-parser"),
+        ("serve --default-chat-template-kwargs {}", "use --chat-template-kwargs"),
         ("serve --trust-remote-code", "no code of a checkpoint is ever run"),
         ("serve --pipeline-parallel-size 2", "layers are not split"),
         ("serve --temperature 0.6", "requests say it"),
@@ -167,6 +168,7 @@ def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
 
 OF_KINDS: dict[type, str] = {int: "2", float: "0.5", bool: "1"}
 VALUES = {"mesh": "1x2", "logit_bias": "1:2", "stop_token_ids": "1", "allowed_token_ids": "1"}
+VALUES["chat_template_kwargs"] = "{}"
 
 
 @pytest.mark.parametrize("cls", [LLMOptions, SamplingParams, Settings])

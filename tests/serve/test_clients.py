@@ -150,7 +150,8 @@ def test_claude_code(ask, prompted, agent):
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted
     # It has nothing to bound, as the model has no tag, and its edits of the conversation are not made.
     assert answer.headers["warning"] == (
-        '299 mtp-jax "ignored: context_management, max_thinking_tokens (the model has no token </think>)"'
+        '299 mtp-jax "ignored: context_management, max_thinking_tokens (the model has no token </think>), '
+        'output_config.effort"'
     )
     assert prompted[0].endswith("Mend the test.<assistant>(think!)")
     assert "<system>You are Claude Code" in prompted[0]  # a line for Anthropic's accounts would be before it

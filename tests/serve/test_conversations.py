@@ -12,6 +12,7 @@ from mtp_jax.text.bpe import ASSISTANT, BOS, EOS, USER
 from serve.answers.asking import ChatPrompt
 from serve.answers.calls import Call
 from serve.answers.inputs import Inputs
+from serve.base.settings import Settings
 from serve.bodies.schema import ChatBody
 from tests.serve.conftest import Running, wait_until
 from tests.text.helpers import loaded, release
@@ -120,7 +121,7 @@ def test_the_model_goes_on_with_the_last_message(client, mark):
 def test_tasks_and_reminders_reach_the_encoder_that_knows_them(client, tmp_path):
     """DeepSeek-V4's template; another has no place for them."""
     tokenizer = loaded(release(tmp_path, "deepseek_v4"))
-    server: Any = SimpleNamespace(tokenizer=tokenizer, tool_format="deepseek_v4")
+    server: Any = SimpleNamespace(tokenizer=tokenizer, tool_format="deepseek_v4", settings=Settings("tiny"))
 
     def prompt(*turns: dict[str, Any], **fields: Any) -> str:
         ids = ChatPrompt(server, ChatBody.model_validate({"messages": [*turns], **fields}))()
@@ -214,7 +215,7 @@ def test_an_effort_alone_switches_no_thinking_on_in_messages(client):
     plain = client.post(f"{MESSAGES}/count_tokens", json=body).json()
     told = client.post(f"{MESSAGES}/count_tokens", json={**body, "output_config": {"effort": "high"}})
     assert told.json() == plain
-    assert "warning" not in told.headers
+    assert told.headers["warning"] == '299 mtp-jax "ignored: output_config.effort"'  # the template has none
 
 
 # Sent by clients without being asked, and without effect on an answer of this server.

@@ -78,14 +78,13 @@ def test_code_of_a_checkpoint_is_not_imported(client, model):
 def test_clients_bring_no_templates(client):
     body = {"messages": [{"role": "user", "content": "hi"}]}
     plain = client.post("/tokenize", json=body).json()
-    evil = {
-        "chat_template": "{{ 7 * 7 }}",
-        "chat_template_kwargs": {"bos_token": "x", "messages": [], "enable_thinking": False},
-    }
-    answer = client.post("/tokenize", json={**body, **evil})
+    answer = client.post("/tokenize", json={**body, "chat_template": "{{ 7 * 7 }}"})
     assert answer.json() == plain
-    for name in ("chat_template", "chat_template_kwargs.bos_token", "chat_template_kwargs.messages"):
-        assert name in answer.headers["warning"]
+    assert "chat_template" in answer.headers["warning"]
+    for name, value in {"bos_token": "x", "messages": [], "chat_template": "{{ 7 * 7 }}", "self": 1}.items():
+        answer = client.post("/tokenize", json={**body, "chat_template_kwargs": {name: value}})
+        assert answer.status_code == 400
+        assert f"{name}: the server sets this variable" in answer.json()["error"]["message"]
 
 
 ODD_PATHS = [

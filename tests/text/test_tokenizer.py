@@ -281,7 +281,7 @@ def test_r1_like_template(tokenizer: Tokenizer) -> None:
     expected = f"{BOS}<USER>Hi <b><BOT>Hello{EOS}<USER>2+2?<BOT>"
     assert r1.apply_chat_template(HISTORY[1:]) == expected
     assert r1.apply_chat_template(HISTORY[1:], thinking=True) == expected + "<think>\n"
-    with pytest.raises(RequestError, match="come from the checkpoint"):
+    with pytest.raises(RequestError, match="are set here"):
         r1.apply_chat_template(HISTORY, bos_token="x")
 
 
