@@ -1,6 +1,6 @@
 """Submission of a conversation: its prompt, the tools that it may call, its place in the queue."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request
@@ -88,9 +88,14 @@ class Asked:
     custom: frozenset[str]
 
 
-async def ask(server: Server, request: Request, body: ChatBody) -> Asked:
-    """Queue a conversation. Raises RequestError, Overloaded, EngineStopped."""
-    use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls)
+async def ask(
+    server: Server, request: Request, body: ChatBody, also: Mapping[str, str] | None = None
+) -> Asked:
+    """Queue a conversation. Raises RequestError, Overloaded, EngineStopped.
+
+    also: further names that calls may use, and the tool of each.
+    """
+    use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls, also or {})
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = (body.top_logprobs or 0) if body.logprobs else None
     params = body.params(

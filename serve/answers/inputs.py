@@ -1,9 +1,11 @@
-"""Texts for custom tools, extracted from the JSON arguments that the model writes."""
+"""Arguments that the model writes as JSON text: the texts for custom tools in them, and objects."""
 
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+
+from pydantic_core import to_json
 
 from mtp_jax import CallArguments, CallBegin, JsonObject
 from serve.answers.turn import Called, Piece
@@ -68,3 +70,13 @@ class _FirstString:
         # A half without its other half is no character.
         decoded: str = json.loads(f'"{found}"', strict=False)
         return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def arguments(text: str) -> JsonObject:
+    """Arguments as an object; an empty object for a call that was cut or has other arguments."""
+    try:
+        found = json.loads(text)
+        to_json(found)  # which nests less deep
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

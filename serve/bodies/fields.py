@@ -53,9 +53,14 @@ def told(tell: Callable[[object], str | None], expected: str) -> Discriminator:
     return Discriminator(tell, custom_error_type="form", custom_error_message=expected)
 
 
+def member(value: object, name: str) -> object:
+    """A member of a JSON object, or of the body that was made of it; None where it is not there."""
+    return value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+
+
 def kind_of(value: object) -> str | None:
     """The ``type`` of an object, as the client names it."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = member(value, "type")
     return kind if isinstance(kind, str) else None
 
 

@@ -1,19 +1,34 @@
 """The body of /v1/responses: the items of OpenAI's Responses API, as messages of the chat route."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from mtp_jax import JsonObject
+from serve.bodies.client_tools import ClientTools, Identity
 from serve.bodies.conversation import MAX_MESSAGES, RefusalPart
-from serve.bodies.custom_tools import CHOICES, PICKS, TOOLS, OtherTool
-from serve.bodies.fields import NOT_TEXT, Body, Name, Text, TextOr, bounds, form, one_of
+from serve.bodies.fields import (
+    NOT_TEXT,
+    Body,
+    Name,
+    Text,
+    TextOr,
+    bounds,
+    form,
+    kind_of,
+    member,
+    one_of,
+    told,
+)
+from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out, picked
 from serve.bodies.schema import CallBody, ChatBody
 from serve.bodies.tools import FunctionName
 from serve.bodies.variables import Switches
 
+_SAME = ChatBody.model_fields.keys() - {"tools", "tool_choice"}
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
 _OF_OTHER_ROUTES = ("prompt_logprobs", "return_token_ids", "return_token_origins")
 
@@ -41,24 +56,40 @@ class _CallItem(Body):
     type: Literal["function_call"]
     call_id: Name
     name: FunctionName
+    namespace: Name | None = None
     arguments: Text
 
-    @property
-    def call(self) -> JsonObject:
+    def call(self, known: ClientTools) -> JsonObject:
         """The call in the form of the chat route's messages."""
-        return {"id": self.call_id, "function": {"name": self.name, "arguments": self.arguments}}
+        name = known.name(Identity("function", self.name, self.namespace or ""))
+        return {"id": self.call_id, "function": {"name": name, "arguments": self.arguments}}
 
 
 class _CustomCallItem(Body):
     type: Literal["custom_tool_call"]
     call_id: Name
     name: FunctionName
+    namespace: Name | None = None
     input: Text
 
-    @property
-    def call(self) -> JsonObject:
+    def call(self, known: ClientTools) -> JsonObject:
         """The same."""
-        return {"id": self.call_id, "type": "custom", "custom": {"name": self.name, "input": self.input}}
+        name = known.name(Identity("custom", self.name, self.namespace or ""))
+        return {"id": self.call_id, "type": "custom", "custom": {"name": name, "input": self.input}}
+
+
+class _SearchCallItem(Body):
+    """A search of tools by the client."""
+
+    type: Literal["tool_search_call"]
+    call_id: Name
+    arguments: object = None
+
+    def call(self, known: ClientTools) -> JsonObject:
+        """The same."""
+        name = known.name(Identity("tool_search", "tool_search"))
+        function = {"name": name, "arguments": _told(self.arguments or {})}
+        return {"id": self.call_id, "function": function}
 
 
 class _OwnCallItem(Body):
@@ -67,11 +98,11 @@ class _OwnCallItem(Body):
     type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
     call_id: Name
 
-    @property
-    def call(self) -> JsonObject:
+    def call(self, known: ClientTools) -> JsonObject:
         """The same."""
         told = {k: v for k, v in (self.model_extra or {}).items() if k not in ("id", "status")}
-        function = {"name": self.type.removesuffix("_call"), "arguments": to_json(told).decode()}
+        kind = self.type.removesuffix("_call")
+        function = {"name": known.name(Identity(kind, kind)), "arguments": to_json(told).decode()}
         return {"id": self.call_id, "function": function}
 
 
@@ -85,6 +116,25 @@ class _OwnResultItem(Body):
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     call_id: Annotated[Name, Field(validation_alias=AliasChoices("call_id", "id"))]
     output: object = None
+
+
+class _ToolsItem(Body):
+    """Tools that may be called from here on: those that the client adds, or those that a search found."""
+
+    type: Literal["additional_tools", "tool_search_output"]
+    call_id: Name | None = None
+    execution: Name | None = None
+    tools: Tools = Field(default_factory=list)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the result of a search by the client."""
+        return self.type == "tool_search_output" and not _is_elsewhere(self)
+
+    def output(self, known: ClientTools) -> str:
+        """The result of the search: the names and descriptions of the tools."""
+        found = [{"name": known.name(identity), **form} for identity, form in entries(self.tools)]
+        return _told([{key: tool[key] for key in ("name", "description") if tool.get(key)} for tool in found])
 
 
 _Parts = Annotated[list[_Part], Field(fail_fast=True)]
@@ -103,7 +153,6 @@ class _LeftOutItem(Body):
 
 
 _LEFT_OUT = (
-    "additional_tools",
     "code_interpreter_call",
     "compaction",
     "compaction_trigger",
@@ -118,112 +167,50 @@ _LEFT_OUT = (
     "mcp_list_tools",
     "program",
     "program_output",
-    "tool_search_call",
-    "tool_search_output",
     "web_search_call",
 )
-_OWN = ("local_shell_call", "shell_call", "apply_patch_call")
 _KINDS: dict[str | None, str] = {
     **dict.fromkeys((None, "message"), "a message"),
     "function_call": "a call",
     "custom_tool_call": "a custom call",
-    **dict.fromkeys(_OWN, "an own call"),
+    **dict.fromkeys((f"{name}_call" for name in OWN), "an own call"),
     "function_call_output": "a result",
     "custom_tool_call_output": "a result",
-    **dict.fromkeys((f"{name}_output" for name in _OWN), "an own result"),
+    **dict.fromkeys((f"{name}_call_output" for name in OWN), "an own result"),
+    **dict.fromkeys(("additional_tools", "tool_search_output"), "tools"),
+    "tool_search_call": "a search",
     "reasoning": "a thought",
     **dict.fromkeys(_LEFT_OUT, "another item"),
 }
+
+
+def _tag(value: object) -> str | None:
+    kind = kind_of(value)
+    return "another item" if kind == "tool_search_call" and _is_elsewhere(value) else _KINDS.get(kind)
+
+
+def _is_elsewhere(item: object) -> bool:
+    """Whether OpenAI's servers search, which they do without an id."""
+    return member(item, "call_id") is None or member(item, "execution") == "server"
 
 
 _Item = Annotated[
     Annotated[_MessageItem, Tag("a message")]
     | Annotated[_CallItem, Tag("a call")]
     | Annotated[_CustomCallItem, Tag("a custom call")]
+    | Annotated[_SearchCallItem, Tag("a search")]
     | Annotated[_OwnCallItem, Tag("an own call")]
     | Annotated[_ResultItem, Tag("a result")]
     | Annotated[_OwnResultItem, Tag("an own result")]
+    | Annotated[_ToolsItem, Tag("tools")]
     | Annotated[_ReasoningItem, Tag("a thought")]
     | Annotated[_LeftOutItem, Tag("another item")],
-    one_of(
-        _KINDS,
+    told(
+        _tag,
         "is none of message, function_call, function_call_output, custom_tool_call, custom_tool_call_output "
         "and reasoning; nothing is stored here that could be referred to",
     ),
 ]
-
-
-class _Tool(Body):
-    type: Literal["function"]
-    name: FunctionName
-    description: Text | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-    @property
-    def tool(self) -> JsonObject:
-        """The tool as the chat route has it."""
-        keys = ("name", "description", "parameters", "strict")
-        return {
-            "type": "function",
-            "function": {k: v for k in keys if (v := getattr(self, k)) is not None},
-        }
-
-
-class _CustomFormat(Body):
-    type: Literal["text", "grammar"]
-    syntax: str | None = None
-    definition: Text | None = None
-
-
-class _CustomTool(Body):
-    type: Literal["custom"]
-    name: FunctionName
-    description: Text | None = None
-    format: _CustomFormat | None = None
-
-    @property
-    def tool(self) -> JsonObject:
-        """The same."""
-        about: JsonObject = {"name": self.name, "description": self.description}
-        if (f := self.format) and f.type == "grammar":
-            grammar = {"syntax": f.syntax, "definition": f.definition}
-            about["format"] = {"type": "grammar", "grammar": grammar}
-        return {"type": "custom", "custom": about}
-
-    def left_out(self, path: str) -> Iterator[str]:
-        """Parts of the tool without effect: the grammar."""
-        if self.format and self.format.type == "grammar":
-            yield f"{path}.format"
-
-
-_ToolItem = Annotated[
-    Annotated[_Tool, Tag("a function")]
-    | Annotated[_CustomTool, Tag("a custom tool")]
-    | Annotated[OtherTool, Tag("another tool")],
-    TOOLS,
-]
-
-
-class _Named(Body):
-    type: Literal["function", "custom"]
-    name: FunctionName
-
-
-class _Allowed(Body):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[JsonObject], Field(fail_fast=True)]
-
-
-def _picked(choice: "_Named | _Allowed") -> JsonObject:
-    """The choice of a tool in the form of the chat route."""
-    if isinstance(choice, _Named):
-        return {"type": choice.type, choice.type: {"name": choice.name}}
-    # A tool that a server would have to run cannot be called here.
-    kinds = ("function", "custom")
-    tools = [{"type": k, k: {"name": t.get("name")}} for t in choice.tools if (k := t.get("type")) in kinds]
-    return {"type": choice.type, choice.type: {"mode": choice.mode, "tools": tools}}
 
 
 class _Format(Body):
@@ -251,17 +238,8 @@ class ResponsesBody(CallBody, Switches):
     ]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, bounds("max_tokens")] | None = None
-    tools: Annotated[list[_ToolItem], Field(fail_fast=True)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("a string")]
-            | Annotated[_Named, Tag("a function")]
-            | Annotated[_Named, Tag("a custom tool")]
-            | Annotated[_Allowed, Tag("some tools")],
-            one_of(PICKS, CHOICES, of_text="a string"),
-        ]
-        | None
-    ) = None
+    tools: Tools | None = None
+    tool_choice: ToolPick | None = None
     parallel_tool_calls: bool | None = None
     text: _TextOptions | None = None
     store: bool | None = None
@@ -272,10 +250,11 @@ class ResponsesBody(CallBody, Switches):
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Fields without effect, also tools and items that are left out, and log-probabilities."""
         yield from super().unknown(prefix)
-        for i, tool in enumerate(self.tools or ()):
-            yield from () if isinstance(tool, _Tool) else tool.left_out(f"{prefix}tools.{i}")
+        yield from left_out(self.tools or (), prefix)
         for i, item in enumerate(self.input):
-            if isinstance(item, _LeftOutItem):
+            if isinstance(item, _ToolsItem):
+                yield from left_out(item.tools, f"{prefix}input.{i}")
+            elif isinstance(item, _LeftOutItem):
                 yield f"{prefix}input.{i}.{item.type}"
         # Other values concern tools that this server does not run, or have no effect on the answer.
         yield from (f"{prefix}include.{name}" for name in self.include or () if name.endswith(".logprobs"))
@@ -294,14 +273,19 @@ class ResponsesBody(CallBody, Switches):
             raise ValueError(f"n: a response is one answer, got {self.n}; leave it out")
         return self
 
+    @cached_property
+    def client_tools(self) -> ClientTools:
+        """The tools of the request: its list, and the lists of items."""
+        lists = [self.tools or (), *(item.tools for item in self.input if isinstance(item, _ToolsItem))]
+        return ClientTools(tool for tools in lists for tool in entries(tools))
+
     def conversation(self) -> ChatBody:
         """Convert the request to a body of the chat route. Raises ValidationError."""
-        value = self.model_dump(exclude_none=True, by_alias=True, include=set(ChatBody.model_fields))
+        value = self.model_dump(exclude_none=True, by_alias=True, include=_SAME)
         value["messages"] = self._messages()
         value["max_tokens"] = self.max_output_tokens
-        value["tools"] = [tool.tool for tool in self.tools or () if not isinstance(tool, OtherTool)]
-        if isinstance(choice := self.tool_choice, _Named | _Allowed):
-            value["tool_choice"] = _picked(choice)
+        value["tools"] = self.client_tools.tools
+        value["tool_choice"] = self.tool_choice and picked(self.tool_choice, self.client_tools)
         if self.text and (found := self.text.format):
             schema = {"name": found.name, "schema": found.schema_} if found.type == "json_schema" else None
             value["response_format"] = {"type": found.type, "json_schema": schema}
@@ -317,7 +301,12 @@ class ResponsesBody(CallBody, Switches):
         for item in self.input:
             if isinstance(item, _LeftOutItem):
                 continue
-            if isinstance(item, _MessageItem) and item.role != "assistant":
+            if isinstance(item, _ToolsItem):
+                if item.is_ours:
+                    answer = None
+                    found = item.output(self.client_tools)
+                    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": found})
+            elif isinstance(item, _MessageItem) and item.role != "assistant":
                 answer = None
                 turns.append({"role": item.role, "content": _text(item.content)})
             elif isinstance(item, _ResultItem | _OwnResultItem):
@@ -328,21 +317,21 @@ class ResponsesBody(CallBody, Switches):
                 if answer is None:
                     answer = {"role": "assistant", "content": []}
                     turns.append(answer)
-                _add(answer, item)
+                _add(answer, item, self.client_tools)
         return [_joined(turn) for turn in turns]
 
 
-_OfAnswer = _MessageItem | _CallItem | _CustomCallItem | _OwnCallItem | _ReasoningItem
+_OfAnswer = _MessageItem | _CallItem | _CustomCallItem | _SearchCallItem | _OwnCallItem | _ReasoningItem
 
 
-def _add(turn: JsonObject, item: _OfAnswer) -> None:
+def _add(turn: JsonObject, item: _OfAnswer, known: ClientTools) -> None:
     """Add an item to an assistant's turn, whose texts are lists until it is complete."""
     if isinstance(item, _MessageItem):
         turn["content"].append(_text(item.content))
     elif isinstance(item, _ReasoningItem):
         turn.setdefault("reasoning_content", []).append(_text(item.content or item.summary or []))
     else:
-        turn.setdefault("tool_calls", []).append(item.call)
+        turn.setdefault("tool_calls", []).append(item.call(known))
 
 
 def _joined(turn: JsonObject) -> JsonObject:

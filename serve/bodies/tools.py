@@ -1,6 +1,6 @@
 """Tools of a conversation, in the fields of requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,8 +9,9 @@ from mtp_jax import JsonObject, Tool, ToolUse
 from serve.bodies.fields import Body, Text
 
 MOST_TOOLS = 256
+LONGEST_NAME = 128
 # Names as OpenAI's API allows them, and dots for namespaces.
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+FunctionName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}$")]
 
 
 class Function(Body):
@@ -70,11 +71,16 @@ class CalledTool(Body):
 
 
 def use_of(
-    form: str, tools: Sequence[ToolBody] | None, choice: ToolChoice | None, parallel: bool | None
+    form: str,
+    tools: Sequence[ToolBody] | None,
+    choice: ToolChoice | None,
+    parallel: bool | None,
+    also: Mapping[str, str],
 ) -> ToolUse | None:
     """The use of tools that a request allows its output; None where no tool may be called.
 
-    Raises RequestError for tools and choices that do not go together.
+    also: further names that calls may use, and the tool of each. Raises RequestError for tools and choices
+    that do not go together.
     """
     named = choice.function.name if isinstance(choice, NamedChoice) else None
     kind = "named" if isinstance(choice, NamedChoice) else choice or "auto"
@@ -84,4 +90,5 @@ def use_of(
         kind,
         name=named,
         several=parallel is not False,
+        also=also,
     )

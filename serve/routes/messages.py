@@ -1,6 +1,5 @@
 """/v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
 
-import json
 from collections.abc import Iterable
 
 from pydantic_core import to_json
@@ -11,6 +10,7 @@ from mtp_jax import JsonObject, LazyPrompt
 from serve.answers.asking import Asked, ChatPrompt, ask
 from serve.answers.assistant import AssistantCall, named
 from serve.answers.blocks import Block, Change
+from serve.answers.inputs import arguments
 from serve.base.errors import ApiError
 from serve.base.ids import new_id
 from serve.base.state import Server
@@ -128,14 +128,4 @@ def _block(block: Block, text: str) -> JsonObject:
         case "thought":
             return {"type": "thinking", "thinking": text, "signature": ""}
         case "call" | "custom":  # which this route does not have
-            return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(text)}
-
-
-def _input(text: str) -> JsonObject:
-    """Arguments as an object; an empty object for a call that was cut or has other arguments."""
-    try:
-        found = json.loads(text)
-        to_json(found)  # which nests less deep
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments(text)}

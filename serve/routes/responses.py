@@ -11,13 +11,16 @@ from mtp_jax import JsonObject
 from serve.answers.asking import Asked, ask
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change
+from serve.answers.inputs import arguments
 from serve.base.errors import ApiError
 from serve.base.ids import new_id
 from serve.base.state import Server
+from serve.bodies.client_tools import Identity
+from serve.bodies.fields import Body
 from serve.bodies.reading import read
 from serve.bodies.responses import ResponsesBody
 
-_IDS = {"text": "msg_", "thought": "rs_", "call": "fc_", "custom": "ctc_"}
+_IDS = {"text": "msg_", "thought": "rs_", "call": "fc_", "custom": "ctc_", "whole": "tc_"}
 _PARTS = {"text": "output_text", "thought": "reasoning_text"}
 # For each kind of block: the name of its events, and the key of its text in the last event and in an item.
 _EVENTS = {
@@ -31,13 +34,14 @@ _EVENTS = {
 async def responses(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ResponsesBody)
-    asked = await ask(server, request, body.conversation())
+    asked = await ask(server, request, body.conversation(), body.client_tools.also)
     return await _Responses(server, request, asked, body).respond()
 
 
 class _Responses(AssistantCall):
     def __init__(self, server: Server, request: Request, asked: Asked, body: ResponsesBody) -> None:
         super().__init__(server, request, asked, body.stream)
+        self._tools = body.client_tools
         self._body, self._id, self._created = body, f"resp_{new_id()}", int(time.time())
         self._ids: dict[int, str] = {}
         self._number = -1
@@ -60,6 +64,12 @@ class _Responses(AssistantCall):
     def change(self, change: Change) -> Iterable[JsonObject]:
         """Events of an item, and of its one part; a call has no part."""
         block = change.block
+        if self._is_whole(block):
+            if change.what != "grow":
+                event, status = ("added", "in_progress") if change.what == "begin" else ("done", None)
+                item = self._item(block, status)
+                yield self._event(f"response.output_item.{event}", output_index=block.index, item=item)
+            return
         called = block.kind in ("call", "custom")
         of: JsonObject = {"output_index": block.index, "item_id": self._name(block)}
         of |= {} if called else {"content_index": 0}
@@ -73,7 +83,9 @@ class _Responses(AssistantCall):
         elif change.what == "grow":
             yield self._event(f"response.{name}.delta", delta=change.text, **logprobs, **of)
         else:
-            done = {key: block.text} | ({"name": block.name} if block.kind == "call" else {})
+            done = {key: block.text} | (
+                {"name": self._tools.identity(block.name).name} if block.kind == "call" else {}
+            )
             yield self._event(f"response.{name}.done", **done, **logprobs, **of)
             if not called:
                 yield self._event("response.content_part.done", part=_part(block, block.text), **of)
@@ -96,7 +108,8 @@ class _Responses(AssistantCall):
 
     def _name(self, block: Block) -> str:
         """The id of a block's item."""
-        return self._ids.setdefault(block.index, _IDS[block.kind] + new_id())
+        kind = "whole" if self._is_whole(block) else block.kind
+        return self._ids.setdefault(block.index, _IDS[kind] + new_id())
 
     def _item(self, block: Block, status: str | None = None) -> JsonObject:
         if status is None:  # the last block is the one that a limit cuts
@@ -109,14 +122,18 @@ class _Responses(AssistantCall):
             case "thought":
                 return {**item, "type": "reasoning", "summary": [], "content": [_part(block, block.text)]}
             case "call" | "custom":
-                kind = "function_call" if block.kind == "call" else "custom_tool_call"
-                call = {"call_id": block.id, "name": block.name, _EVENTS[block.kind][1]: block.text}
-                return {**item, "type": kind, **call}
+                return _call(block, self._tools.identity(block.name)) | item
+
+    def _is_whole(self, block: Block) -> bool:
+        """Whether the block is a call whose item has an object for its arguments, so that no text streams."""
+        return block.kind == "call" and self._tools.identity(block.name).kind != "function"
 
     def _response(self, status: str) -> JsonObject:
         body, counts = self._body, self.counts
         same = ("instructions", "max_output_tokens", "temperature", "top_p")
-        told = body.model_dump(by_alias=True, include={*same, "reasoning", "text", "tool_choice", "tools"})
+        told = body.model_dump(by_alias=True, include={*same, "reasoning", "text", "tools"})
+        choice = body.tool_choice
+        choice = choice.model_dump(exclude_unset=True) if isinstance(choice, Body) else choice
         return {
             "id": self._id,
             "object": "response",
@@ -133,7 +150,9 @@ class _Responses(AssistantCall):
             "reasoning": {"effort": None, "summary": None} | (told["reasoning"] or {}),
             "store": False,
             "text": told["text"] or {"format": {"type": "text"}},
-            "tool_choice": told["tool_choice"] or "auto",
+            "tool_choice": choice.model_dump(exclude_unset=True)
+            if isinstance(choice, Body)
+            else choice or "auto",
             "tools": told["tools"] or [],
             "truncation": "disabled",
             "weight_version": self.weight_version,
@@ -148,6 +167,21 @@ class _Responses(AssistantCall):
                 "total_tokens": counts["prompt"] + counts["output"],
             },
         }
+
+
+def _call(block: Block, tool: Identity) -> JsonObject:
+    """The item of a call, as the client knows the tool, without its id and status."""
+    match tool.kind:
+        case "function" | "custom":
+            kind = "function_call" if tool.kind == "function" else "custom_tool_call"
+            space = {"namespace": tool.namespace} if tool.namespace else {}
+            text = {_EVENTS[block.kind][1]: block.text}
+            return {"type": kind, "call_id": block.id, "name": tool.name, **space, **text}
+        case "tool_search":
+            told = {"execution": "client", "arguments": arguments(block.text)}
+            return {"type": "tool_search_call", "call_id": block.id, **told}
+        case _:
+            return arguments(block.text) | {"type": f"{tool.kind}_call", "call_id": block.id}
 
 
 def _part(block: Block, text: str) -> JsonObject:

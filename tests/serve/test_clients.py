@@ -78,13 +78,12 @@ def test_codex(ask, prompted):
     assert last["type"] in ("response.completed", "response.incomplete")
     assert last["response"]["usage"]["output_tokens"] > 0
     assert last["response"]["tools"][3]["type"] == "custom"
-    assert answer.headers["warning"] == (
-        '299 mtp-jax "ignored: tools.3.format, tools.4.web_search, tools.6.namespace"'
-    )
+    assert answer.headers["warning"] == '299 mtp-jax "ignored: tools.3.format, tools.4.web_search"'
     prompt = prompted[0]
     assert '"name": "apply_patch", "description": "Use the `apply_patch` tool' in prompt
     assert "begin_patch hunk+ end_patch" in prompt  # in words, where it is not enforced
     assert '"parameters": {"type": "object", "properties": {"input": {"type": "string"}}' in prompt
+    assert '"name": "mcp__docs__search", "description": "Searches."' in prompt
     assert "web_search" not in prompt
 
 
@@ -103,11 +102,36 @@ def test_codex_later(ask, prompted):
     assert "<tool>unable to read plot.png<user>Now the docs." in turns
 
 
+def test_codex_with_namespaces(ask, prompted):
+    """Later releases send all tools as an item of the input, again in each turn, and search for more."""
+    answer = ask.post("/v1/responses", json=said("codex_namespaces_later") | {"max_output_tokens": 8})
+    *_, last = events(answer)
+    assert last["response"]["output"]
+    assert answer.headers["warning"] == (
+        '299 mtp-jax "ignored: input.0.tools.0.tools.0.format, input.0.tools.4.web_search, '
+        'input.14.tools.0.tools.0.format, input.14.tools.4.web_search"'
+    )
+    prompt = prompted[0]
+    listed = prompt[: prompt.index("<system>")]
+    for name in (
+        "exec",
+        "collaboration__send_message",
+        "mcp__docs__search",
+        "tool_search",
+        "mcp__mail__list",
+    ):
+        assert listed.count(f'"name": "{name}"') == 1
+    turns = prompt[prompt.index("<assistant>") :]
+    assert turns.startswith("<assistant>(**Looking for mail**)[exec")
+    assert '[tool_search{"query":"mail","limit":4}]<tool>[{"name":"mcp__mail__list"' in turns
+    assert '[mcp__mail__list{"folder":"in"}]<tool>no mail' in turns
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_custom_tool_is_called_with_a_text(ask, stream):
     body = said("codex_later") | {"tool_choice": {"type": "custom", "name": "apply_patch"}, "stream": stream}
     answer = ask.post(
-        "/v1/responses", json=body | {"max_output_tokens": 400, "reasoning": {"effort": "none"}}
+        "/v1/responses", json=body | {"max_output_tokens": 400, "reasoning": {"effort": "none"}, "seed": 1}
     )
     if not stream:
         (item,) = answer.json()["output"]

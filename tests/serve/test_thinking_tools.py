@@ -15,9 +15,9 @@ from mtp_jax import Tokenizer as TextTokenizer
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS as FORMATS_OF
+from serve.answers import inputs
 from serve.answers.reasoning import ThoughtTokens
 from serve.answers.turn import Thought, Turn, called
-from serve.routes.messages import _input
 from tests import tiny_tokenizer
 from tests.golden import model_dir
 from tests.serve.conftest import SIZES, TEMPLATE, Running, Variant, start
@@ -280,9 +280,9 @@ def test_tokens_of_a_thought_are_counted_up_to_a_call(form):
     [("5", {}), ('"x"', {}), ("[1]", {}), ("null", {}), ('{"a":' * 100_000, {}), ('{"a": [1]}', {"a": [1]})],
 )
 def test_arguments_that_are_no_object_are_an_empty_one(arguments, expected):
-    assert _input(arguments) == expected
+    assert inputs.arguments(arguments) == expected
 
 
 @pytest.mark.parametrize("depth", [200, 300, 900, 3000])
 def test_what_nests_too_deep_for_an_answer_is_left_out(depth):
-    to_json(_input('{"a":' * depth + "1" + "}" * depth))
+    to_json(inputs.arguments('{"a":' * depth + "1" + "}" * depth))

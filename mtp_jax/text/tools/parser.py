@@ -19,9 +19,17 @@ class ToolParser:
     and the text from there on is text. A head, a key or a tag that the end of the text cuts is in no part.
     """
 
-    def __init__(self, form: Format, tools: Mapping[str, JsonMapping] | None = None) -> None:
-        """tools: the JSON Schema of each tool's arguments, by name; it decides which values are text."""
-        self._form, self._tools = form, tools or {}
+    def __init__(
+        self,
+        form: Format,
+        tools: Mapping[str, JsonMapping] | None = None,
+        also: Mapping[str, str] | None = None,
+    ) -> None:
+        """tools: the JSON Schema of each tool's arguments, by name; it decides which values are text.
+
+        also: further names that a model may write, and the tool of each.
+        """
+        self._form, self._tools, self._also = form, tools or {}, also or {}
         self._held, self._index, self._given, self._in_block = "", -1, 0, False
         self._schema: JsonMapping = {}  # of the call's arguments
         self._value = Value({}, {})
@@ -99,6 +107,7 @@ class ToolParser:
         self._take(length)
         name, number = found.groups[NAME], found.groups.get(INDEX)
         bare = name.removeprefix(form.prefix) or name
+        bare = self._also.get(bare, bare)
         self._index, self._given, self._in_block = self._index + 1, 0, self._in_block or start > 0
         self._schema = self._tools.get(bare, {})
         self._json = Json([tag for tag in (*literals(form.end), *form.block_ends) if tag != "}"])

@@ -2,8 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -25,12 +25,14 @@ class ToolUse:
     Attributes:
         forced: whether the output must be a call.
         several: whether the output may have more than one call.
+        also: further names that calls may use, and the tool of each; no grammar lets a model write them.
     """
 
     form: Format
     tools: tuple[Tool, ...]
     forced: bool
     several: bool
+    also: Mapping[str, str] = field(default_factory=dict)
 
     FORMATS: ClassVar[tuple[str, ...]] = tuple(sorted(FORMATS))
 
@@ -43,11 +45,12 @@ class ToolUse:
         *,
         name: str | None = None,
         several: bool = True,
+        also: Mapping[str, str] | None = None,
     ) -> "ToolUse | None":
         """The tools that an output may call; None where it may call no tool.
 
         form: one of ``FORMATS``. choice: "named" forces a call of the tool ``name``, "required" a call
-        of any tool.
+        of any tool. also: see the class.
 
         Raises RequestError for a choice that does not go with the tools.
         """
@@ -64,11 +67,11 @@ class ToolUse:
             tools, several = [tool for tool in tools if tool.name == name], False
             if not tools:
                 raise RequestError(f"tool_choice: {name!r} is not among the tools {', '.join(names)}")
-        return cls(format_named(form), tuple(tools), forced, several)
+        return cls(format_named(form), tuple(tools), forced, several, also or {})
 
     def parser(self) -> ToolParser:
         """The parser of one completion."""
-        return ToolParser(self.form, {tool.name: tool.parameters for tool in self.tools})
+        return ToolParser(self.form, {tool.name: tool.parameters for tool in self.tools}, self.also)
 
     def structured(self, tokenizer: Tokenizer, answer: StructuredOutput | None) -> StructuredOutput:
         """The form that the output must have. answer: the form of an output without a call.

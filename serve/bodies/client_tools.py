@@ -1,0 +1,112 @@
+"""Names of a client's tools: each has one in the prompt, and another that its client knows."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from mtp_jax import JsonObject
+from serve.bodies.tools import LONGEST_NAME
+
+_PLAIN = ("", "functions")  # namespaces whose tools keep their names
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A tool as its client knows it.
+
+    Attributes:
+        kind: type of the tool, such as "function" or "custom".
+        namespace: empty where it has none.
+    """
+
+    kind: str
+    name: str
+    namespace: str = ""
+
+
+class ClientTools:
+    """The tools of one request, wherever it has them, by their names in the prompt.
+
+    A tool keeps its name if it has no namespace, or ``functions``; the name of any other is
+    ``namespace__name``. The tool that comes first has a name that two would have, so that a tool which a
+    later request adds renames none.
+
+    Attributes:
+        tools: the tools as the chat route has them.
+        also: further names that a call may use, each of one tool alone, and its name in the prompt.
+    """
+
+    def __init__(self, tools: Iterable[tuple[Identity, JsonObject]]) -> None:
+        """tools: each with its fields on the chat route, without its name; the same tool may come again."""
+        self._names: dict[Identity, str] = {}
+        self._identities: dict[str, Identity] = {}
+        forms: dict[str, JsonObject] = {}
+        for identity, form in tools:
+            name = self._names.get(identity)
+            if name is None:
+                name = next(n for n in _candidates(identity) if n not in self._identities)
+                self._names[identity], self._identities[name] = name, identity
+            forms[name] = form
+        self.tools = [_named(self._identities[name], name, form) for name, form in forms.items()]
+        self.also = self._further()
+
+    def identity(self, name: str) -> Identity:
+        """The tool of a name in the prompt; a function of this name where no tool has it."""
+        return self._identities.get(name) or Identity("function", name)
+
+    def name(self, identity: Identity) -> str:
+        """The name in the prompt, also of a tool that the request does not have, as a history's may be."""
+        if (known := self._names.get(identity)) is not None:
+            return known
+        name = next(_candidates(identity))
+        return name if name in self._identities else self.also.get(name, name)
+
+    def within(self, namespace: str) -> list[str]:
+        """Names in the prompt of the tools of a namespace."""
+        return [name for name, one in self._identities.items() if one.namespace == namespace]
+
+    def _further(self) -> Mapping[str, str]:
+        spelt: dict[str, set[str]] = defaultdict(set)
+        for name, identity in self._identities.items():
+            for spelling in _spellings(identity):
+                spelt[spelling].add(name)
+        return {
+            spelling: next(iter(names))
+            for spelling, names in spelt.items()
+            if len(names) == 1 and spelling not in self._identities
+        }
+
+
+def _named(identity: Identity, name: str, form: JsonObject) -> JsonObject:
+    kind = "custom" if identity.kind == "custom" else "function"
+    return {"type": kind, kind: {"name": name, **form}}
+
+
+def _qualified(identity: Identity) -> str:
+    """The name with its namespace, of characters that a name may have."""
+    space, name = _NO_NAME.sub("_", identity.namespace), identity.name
+    if not space or name.startswith(space):
+        return name
+    return f"{space.rstrip('_')}__{name}"
+
+
+def _candidates(identity: Identity) -> Iterator[str]:
+    """Names for a tool in the prompt, the best first, without an end."""
+    if identity.namespace in _PLAIN:
+        yield identity.name
+    name, number = _qualified(identity), 1
+    yield name[-LONGEST_NAME:]
+    while True:
+        number += 1
+        end = f"_{number}"
+        yield name[len(end) - LONGEST_NAME :] + end
+
+
+def _spellings(identity: Identity) -> Iterator[str]:
+    """Names that models write for a tool."""
+    yield identity.name
+    if identity.namespace:
+        yield f"{identity.namespace}__{identity.name}"
+        yield f"{identity.namespace}.{identity.name}"
