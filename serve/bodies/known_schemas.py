@@ -3,6 +3,7 @@
 from mtp_jax import JsonObject
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_NUMBERS = {"type": "array", "items": _NUMBER}
 
 
 def _object(required: str = "", **properties: JsonObject) -> JsonObject:
@@ -52,3 +53,53 @@ OPENAI: dict[str, tuple[str, JsonObject]] = {
     ),
 }
 """Description of each tool of the Responses API, and a schema of the fields that the item of a call has."""
+
+_FILES = {
+    "path": _TEXT,
+    "file_text": _TEXT,
+    "old_str": _TEXT,
+    "new_str": _TEXT,
+    "insert_line": _NUMBER,
+    "insert_text": _TEXT,
+    "view_range": _NUMBERS,
+}
+_ACTIONS = (
+    "key type mouse_move left_click left_click_drag right_click middle_click double_click triple_click "
+    "left_mouse_down left_mouse_up screenshot cursor_position scroll hold_key wait zoom"
+)
+
+ANTHROPIC: dict[str, tuple[str, JsonObject]] = {
+    "bash": (
+        "Runs a command in a bash session that stays open; restart begins a new one.",
+        _object(command=_TEXT, restart={"type": "boolean"}),
+    ),
+    "text_editor": (
+        "Views, creates and edits files.",
+        _object("command path", command=_one_of("view create str_replace insert undo_edit"), **_FILES),
+    ),
+    "memory": (
+        "Views, creates, edits, renames and deletes files of a memory that lasts, below /memories.",
+        _object(
+            "command",
+            command=_one_of("view create str_replace insert delete rename"),
+            **_FILES,
+            old_path=_TEXT,
+            new_path=_TEXT,
+        ),
+    ),
+    "computer": (
+        "Uses the mouse and the keyboard of a computer.",
+        _object(
+            "action",
+            action=_one_of(_ACTIONS),
+            coordinate=_NUMBERS,
+            start_coordinate=_NUMBERS,
+            region=_NUMBERS,
+            text=_TEXT,
+            duration={"type": "number"},
+            scroll_direction=_one_of("up down left right"),
+            scroll_amount=_NUMBER,
+        ),
+    ),
+}
+"""The same for each family of tools of the Messages API, by its type without the date of a version."""

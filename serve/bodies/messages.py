@@ -8,8 +8,8 @@ from pydantic import Field, Tag, model_validator
 
 from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES
-from serve.bodies.custom_tools import OtherTool
-from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, TextOr, bounds, kind_of, one_of, told
+from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, TextOr, bounds, kind_of, told
+from serve.bodies.message_tools import ToolChange, Tools, functions, left_out
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName
 from serve.bodies.variables import Effort, Thinking
@@ -66,7 +66,12 @@ def _written(value: object) -> str | None:
 
 def _any_block(value: object) -> str | None:
     kind = kind_of(value) or ""
-    own = {"thinking": "a thought", "tool_use": "a call", "tool_result": "a result of a call"}
+    own = {
+        "thinking": "a thought",
+        "tool_use": "a call",
+        "tool_result": "a result of a call",
+        **dict.fromkeys(("tool_addition", "tool_removal"), "a change of tools"),
+    }
     if kind in own:
         return own[kind]
     ran = kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result")
@@ -105,7 +110,8 @@ _Block = Annotated[
     _Written
     | Annotated[_ThinkingBlock, Tag("a thought")]
     | Annotated[_ToolUseBlock, Tag("a call")]
-    | Annotated[_ToolResultBlock, Tag("a result of a call")],
+    | Annotated[_ToolResultBlock, Tag("a result of a call")]
+    | Annotated[ToolChange, Tag("a change of tools")],
     told(_any_block, NOT_TEXT),
 ]
 
@@ -130,7 +136,7 @@ class _Message(Body):
         ]
         text = _text(blocks)
         thought = "".join(b.thinking for b in blocks if isinstance(b, _ThinkingBlock))
-        if text or calls or not any(isinstance(b, _ToolResultBlock) for b in blocks):
+        if text or calls or not any(isinstance(b, _ToolResultBlock | ToolChange) for b in blocks):
             more: JsonObject = {"reasoning_content": thought} if thought else {}
             more |= {"tool_calls": calls} if calls else {}
             yield {"role": self.role, "content": text, **more}
@@ -140,20 +146,6 @@ class _Message(Body):
         for i, block in enumerate(self.content if isinstance(self.content, list) else ()):
             if isinstance(block, _LeftOut):
                 yield f"content.{i}.{block.type}"
-
-
-class _Tool(Body):
-    type: Literal["custom"] | None = None
-    name: FunctionName
-    description: Text | None = None
-    input_schema: JsonObject
-    strict: bool | None = None
-
-
-_ToolItem = Annotated[
-    Annotated[_Tool, Tag("a tool")] | Annotated[OtherTool, Tag("another tool")],
-    one_of({None: "a tool", "custom": "a tool"}, other="another tool"),
-]
 
 
 class _ToolChoice(Body):
@@ -186,7 +178,7 @@ class CountBody(Body):
     model: Name | None = None
     messages: Annotated[list[_Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: _Texts | None = None
-    tools: Annotated[list[_ToolItem], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: _ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: _OutputConfig | None = None
@@ -195,8 +187,7 @@ class CountBody(Body):
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Fields without effect, also the tools and blocks that are left out."""
         yield from super().unknown(prefix)
-        for i, tool in enumerate(self.tools or ()):
-            yield from tool.left_out(f"{prefix}tools.{i}") if isinstance(tool, OtherTool) else ()
+        yield from left_out(self.tools or (), prefix)
         for i, message in enumerate(self.messages):
             yield from (f"{prefix}messages.{i}.{path}" for path in message.left_out())
 
@@ -213,8 +204,8 @@ class CountBody(Body):
         value: JsonObject = {"messages": turns, **more}
         # Anthropic's API does the same: the answer goes on with an assistant's message at the end.
         value["continue_final_message"] = self.messages[-1].role == "assistant"
-        if self.tools:
-            value["tools"] = [_function(tool) for tool in self.tools if isinstance(tool, _Tool)]
+        changes = [b for m in self.messages for b in m.content if isinstance(b, ToolChange)]
+        value["tools"] = functions(self.tools or (), changes) or None
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
             kinds = {"any": "required", "tool": named}
@@ -228,12 +219,6 @@ class CountBody(Body):
             value["response_format"] = {"type": "json_schema", "json_schema": {"schema": found.schema_}}
         chat = ChatBody.model_validate(value)
         return chat.sent_as({"chat_template_kwargs.reasoning_effort": "output_config.effort"})
-
-
-def _function(tool: _Tool) -> JsonObject:
-    about = {"description": tool.description, "strict": tool.strict or None, "parameters": tool.input_schema}
-    given = {key: value for key, value in about.items() if value}
-    return {"type": "function", "function": {"name": tool.name, "parameters": {}, **given}}
 
 
 class MessagesBody(CountBody):

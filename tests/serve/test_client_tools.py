@@ -343,3 +343,68 @@ def test_an_answer_is_a_history(client):
     told = body(*said, **fields)
     calls = [call for turn in told.conversation().turns() for call in turn.get("tool_calls", ())]
     assert [call["function"]["name"] for call in calls] == ["tool_search", "mail__list"]
+
+
+def message(*blocks: dict[str, Any], **fields: Any) -> MessagesBody:
+    turns = [{"role": "user", "content": [*blocks, {"type": "text", "text": "q"}]}]
+    return MessagesBody.model_validate({"messages": turns, "max_tokens": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "argument"),
+    [
+        ("bash_20241022", "bash", "command"),
+        ("bash_20250124", "bash", "restart"),
+        ("text_editor_20250124", "str_replace_editor", "view_range"),
+        ("text_editor_20250728", "str_replace_based_edit_tool", "insert_line"),
+        ("memory_20250818", "memory", "old_path"),
+        ("computer_20251124", "computer", "coordinate"),
+    ],
+)
+def test_a_client_runs_versions_of_anthropics_tools(client, kind, name, argument):
+    tools = [{"type": kind, "name": name, "max_characters": 9}]
+    (tool,) = message(tools=tools).conversation().functions
+    assert tool.function.name == name
+    assert argument in (tool.function.parameters or {})["properties"]
+    asked = {"messages": [USER], "tools": tools, "max_tokens": 100, "temperature": 0}
+    called = client.post("/v1/messages", json={**asked, "tool_choice": {"type": "tool", "name": name}})
+    assert called.status_code == 200, called.text
+    (block,) = called.json()["content"]
+    assert (block["type"], block["name"]) == ("tool_use", name)
+
+
+def test_anthropics_servers_run_the_others():
+    kinds = ("web_search_20260318", "web_fetch_20250910", "code_execution_20250825", "mcp_toolset")
+    kinds = (*kinds, "tool_search_tool_regex_20251119", "computer_toolset_20260801")
+    told = message(tools=[{"type": kind, "name": "x"} for kind in kinds])
+    assert not told.conversation().functions
+    assert list(told.unknown()) == [f"tools.{i}.{kind}" for i, kind in enumerate(kinds)]
+    given = message(tools=[{"type": "of_next_year", "name": "x", "input_schema": NO_ARGUMENTS}])
+    assert [tool.function.name for tool in given.conversation().functions] == ["x"]
+
+
+def change(kind: str, name: str, **definition: Any) -> dict[str, Any]:
+    tool: dict[str, Any] = {"type": "tool_reference", "name": name}
+    if definition:
+        tool = {"type": "tool_definition", "definition": {"name": name, **definition}}
+    return {"type": f"tool_{kind}", "tool": tool}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ([change("addition", "a")], ["a", "b"]),
+        ([change("addition", "c", input_schema={})], ["a", "b", "c"]),
+        ([change("addition", "c", input_schema={}), change("addition", "c")], ["a", "b", "c"]),
+        ([change("removal", "a")], ["b"]),
+        ([change("removal", "a"), change("addition", "a")], ["a", "b"]),
+        ([change("addition", "c", input_schema={}), change("removal", "c")], ["a", "b"]),
+        ([change("addition", "a", input_schema={}, description="new")], ["b", "a"]),
+        ([change("addition", "bash", type="bash_20250124")], ["a", "b", "bash"]),
+        ([change("addition", "x", type="web_search_20260318")], ["a", "b"]),
+    ],
+)
+def test_messages_may_change_the_tools(changes, wanted):
+    told = message(*changes, tools=[{"name": name, "input_schema": {}} for name in "ab"])
+    assert [tool.function.name for tool in told.conversation().functions] == wanted
+    assert [turn["content"] for turn in told.conversation().turns()] == ["q"]
