@@ -15,8 +15,9 @@ from serve.bodies.custom_tools import (
     ToolItem,
     ToolPick,
 )
-from serve.bodies.fields import NOT_TEXT, Body, Name, Text, TextOr, one_of
+from serve.bodies.fields import Body, Name, Text, TextOr, one_of
 from serve.bodies.tools import MOST_TOOLS, CalledTool, ToolBody, ToolChoice
+from serve.bodies.unread import Unread, check_newest
 from serve.bodies.variables import Switches
 
 MAX_MESSAGES = 4096
@@ -42,8 +43,10 @@ class RefusalPart(Body):
 
 
 _Part = Annotated[
-    Annotated[TextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
-    one_of({"text": "a text", "refusal": "a refusal"}, NOT_TEXT),
+    Annotated[TextPart, Tag("a text")]
+    | Annotated[RefusalPart, Tag("a refusal")]
+    | Annotated[Unread, Tag("another part")],
+    one_of({"text": "a text", "refusal": "a refusal"}, other="another part"),
 ]
 _Call = Annotated[
     Annotated[CalledTool, Tag("a function")] | Annotated[CalledCustom, Tag("a custom tool")],
@@ -201,6 +204,14 @@ class Conversation(Switches):
             known = sorted(tool.function.name for tool in self.functions)
             if unknown := next((name for name in self.tool_choice.names if name not in known), None):
                 raise ValueError(f"tool_choice: {unknown!r} is not among the tools {', '.join(known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_the_newest(self) -> "Conversation":
+        before, last = [None, *self.messages][-2:]
+        # A picture right behind the result of a tool is a part of it, as these may have none themselves.
+        if last and last.role == "user" and not (before and before.role == "tool"):
+            check_newest(last.content, f"messages.{len(self.messages) - 1}.content")
         return self
 
     @property

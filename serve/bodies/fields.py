@@ -79,9 +79,6 @@ def _prompt_form(value: object) -> str | None:
     return inner.get(type(value[0]), "a list of ids") if value else "a list of ids"
 
 
-NOT_TEXT = "is not text; this server takes no images, audio or files"
-
-
 def one_of(
     tags: Mapping[str | None, str],
     expected: str = "",

@@ -4,19 +4,21 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES
-from serve.bodies.fields import NOT_TEXT, Body, Name, Stops, Text, TextOr, bounds, kind_of, told
+from serve.bodies.fields import Body, Name, Stops, Text, TextOr, bounds, kind_of, member, one_of
 from serve.bodies.message_tools import ToolChange, Tools, functions, left_out
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName
+from serve.bodies.unread import Unread, check_newest, unread
 from serve.bodies.variables import Effort, Thinking
 
 # Claude Code begins its system message with a line for Anthropic's accounts that differs in each request, so
 # that no request would share a prefix with the request before.
 _BILLING = "x-anthropic-billing-header:"
+_SUMMARY = "Summary of the conversation before:\n\n"
 
 
 class _TextBlock(Body):
@@ -34,14 +36,44 @@ class _SearchResultBlock(Body):
         return "".join(block.text for block in self.content)
 
 
+class _ReferenceBlock(Body):
+    """A tool that a search found."""
+
+    type: Literal["tool_reference"]
+    tool_name: Name
+
+    @property
+    def text(self) -> str:
+        """The name of the tool."""
+        return f"[the tool {self.tool_name}]"
+
+
 class _TextSource(Body):
     type: Literal["text"]
     data: Text
 
 
+class _PartsSource(Body):
+    type: Literal["content"]
+    content: TextOr[
+        Annotated[
+            Annotated[_TextBlock, Tag("a text")] | Annotated[Unread, Tag("another block")],
+            one_of({"text": "a text"}, other="another block"),
+        ]
+    ]
+
+    @property
+    def data(self) -> str:
+        """Its text."""
+        return _text(self.content)
+
+
 class _DocumentBlock(Body):
     type: Literal["document"]
-    source: _TextSource
+    source: Annotated[
+        Annotated[_TextSource, Tag("a text")] | Annotated[_PartsSource, Tag("parts")],
+        one_of({"text": "a text"}, other="parts"),
+    ]
 
     @property
     def text(self) -> str:
@@ -49,42 +81,42 @@ class _DocumentBlock(Body):
         return self.source.data
 
 
-class _LeftOut(Body):
-    """A block that only Anthropic's server can read, or the work of a tool that it ran itself."""
-
-    type: Name
-
-
-def _written(value: object) -> str | None:
-    """The tag of a block that may stand in any message; None for another block."""
+def _written(value: object) -> str:
+    """The tag of a block that may stand in any message."""
     kind = kind_of(value)
-    if kind == "document":  # other sources are ids of files
-        source = value.get("source") if isinstance(value, dict) else None
-        return "a document" if source is None or kind_of(source) == "text" else None
-    return {"text": "a text", "search_result": "a result", "tool_reference": "another block"}.get(kind or "")
+    if kind == "document":  # other sources are files
+        return "a document" if kind_of(member(value, "source")) in ("text", "content") else "another block"
+    own = {"text": "a text", "search_result": "a result", "tool_reference": "a reference"}
+    return own.get(kind or "", "another block")
 
 
-def _any_block(value: object) -> str | None:
-    kind = kind_of(value) or ""
+def _any_block(value: object) -> str:
     own = {
         "thinking": "a thought",
         "tool_use": "a call",
         "tool_result": "a result of a call",
+        "compaction": "a summary",
         **dict.fromkeys(("tool_addition", "tool_removal"), "a change of tools"),
     }
-    if kind in own:
-        return own[kind]
-    ran = kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result")
-    return "another block" if ran or kind == "redacted_thinking" else _written(value)
+    return own.get(kind_of(value) or "") or _written(value)
 
 
 _Written = (
     Annotated[_TextBlock, Tag("a text")]
     | Annotated[_SearchResultBlock, Tag("a result")]
+    | Annotated[_ReferenceBlock, Tag("a reference")]
     | Annotated[_DocumentBlock, Tag("a document")]
-    | Annotated[_LeftOut, Tag("another block")]
+    | Annotated[Unread, Tag("another block")]
 )
-_Texts = TextOr[Annotated[_Written, told(_written, NOT_TEXT)]]
+_Texts = TextOr[Annotated[_Written, Discriminator(_written)]]
+
+
+class _SummaryBlock(Body):
+    """A summary of all blocks before it; none where it failed."""
+
+    type: Literal["compaction"]
+    content: Text | None = None
+    tool_changes: Annotated[list[ToolChange], Field(fail_fast=True)] | None = None
 
 
 class _ThinkingBlock(Body):
@@ -111,21 +143,30 @@ _Block = Annotated[
     | Annotated[_ThinkingBlock, Tag("a thought")]
     | Annotated[_ToolUseBlock, Tag("a call")]
     | Annotated[_ToolResultBlock, Tag("a result of a call")]
+    | Annotated[_SummaryBlock, Tag("a summary")]
     | Annotated[ToolChange, Tag("a change of tools")],
-    told(_any_block, NOT_TEXT),
+    Discriminator(_any_block),
 ]
+
+
+_SaidElsewhere = _ToolResultBlock | _SummaryBlock | ToolChange
 
 
 class _Message(Body):
     role: Literal["user", "assistant", "system"]
     content: TextOr[_Block]
 
+    @property
+    def blocks(self) -> "list[_Block]":
+        """Its blocks; none where it is a text."""
+        return [] if isinstance(self.content, str) else self.content
+
     def turns(self) -> Iterator[JsonObject]:
         """The chat route's messages for this message: results of tools become messages before other text."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
-        blocks = self.content
+        blocks = self.blocks
         for block in blocks:
             if isinstance(block, _ToolResultBlock):
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
@@ -136,16 +177,31 @@ class _Message(Body):
         ]
         text = _text(blocks)
         thought = "".join(b.thinking for b in blocks if isinstance(b, _ThinkingBlock))
-        if text or calls or not any(isinstance(b, _ToolResultBlock | ToolChange) for b in blocks):
+        if text or calls or not any(isinstance(b, _SaidElsewhere) for b in blocks):
             more: JsonObject = {"reasoning_content": thought} if thought else {}
             more |= {"tool_calls": calls} if calls else {}
             yield {"role": self.role, "content": text, **more}
 
-    def left_out(self) -> Iterator[str]:
-        """Parts that the prompt leaves out."""
-        for i, block in enumerate(self.content if isinstance(self.content, list) else ()):
-            if isinstance(block, _LeftOut):
-                yield f"content.{i}.{block.type}"
+    @property
+    def has_results(self) -> bool:
+        """Whether results of tools are in it."""
+        return any(isinstance(block, _ToolResultBlock) for block in self.blocks)
+
+    @property
+    def changes(self) -> Iterator[ToolChange]:
+        """Changes of the tools."""
+        for block in self.blocks:
+            if isinstance(block, ToolChange):
+                yield block
+            elif isinstance(block, _SummaryBlock):
+                yield from block.tool_changes or ()
+
+    def unread(self, path: str) -> Iterator[str]:
+        """Paths of blocks, also of those in results of tools, that the model does not see."""
+        yield from unread(self.content, path)
+        for i, block in enumerate(self.blocks):
+            if isinstance(block, _ToolResultBlock):
+                yield from unread(block.content, f"{path}.{i}.content")
 
 
 class _ToolChoice(Body):
@@ -188,23 +244,49 @@ class CountBody(Body):
         """Fields without effect, also the tools and blocks that are left out."""
         yield from super().unknown(prefix)
         yield from left_out(self.tools or (), prefix)
+        yield from unread(self.system, f"{prefix}system")
         for i, message in enumerate(self.messages):
-            yield from (f"{prefix}messages.{i}.{path}" for path in message.left_out())
+            yield from message.unread(f"{prefix}messages.{i}.content")
 
     def _system(self) -> str:
         if not isinstance(self.system, list):
             return self.system or ""
         return _text([block for block in self.system if not getattr(block, "text", "").startswith(_BILLING)])
 
+    @model_validator(mode="after")
+    def _reads_the_newest(self) -> "CountBody":
+        before, last = [None, *self.messages][-2:]
+        if last and last.role == "user" and not (last.has_results or (before and before.has_results)):
+            check_newest(last.content, f"messages.{len(self.messages) - 1}.content")
+        return self
+
+    def _turns(self) -> list[JsonObject]:
+        """The chat route's messages; a summary stands in the place of all before it."""
+        places = [
+            (i, j, block.content)
+            for i, message in enumerate(self.messages)
+            for j, block in enumerate(message.blocks)
+            if isinstance(block, _SummaryBlock) and block.content
+        ]
+        if not places:
+            return [turn for message in self.messages for turn in message.turns()]
+        i, j, summary = places[-1]
+        rest = [self.messages[i].model_copy(update={"content": self.messages[i].blocks[j:]})]
+        told = [turn for message in rest + self.messages[i + 1 :] for turn in message.turns()]
+        # Calls before it are left out, and so are their results.
+        ids = {call["id"] for turn in told for call in turn.get("tool_calls", ())}
+        told = [turn for turn in told if turn["role"] != "tool" or turn["tool_call_id"] in ids]
+        return [{"role": "user", "content": _SUMMARY + summary}, *told]
+
     def chat(self, **more: Any) -> ChatBody:
         """Convert the request to a body of the chat route. more: further fields. Raises ValidationError."""
-        turns = [turn for message in self.messages for turn in message.turns()]
+        turns = self._turns()
+        # Anthropic's API does the same: the answer goes on with an assistant's message at the end.
+        more["continue_final_message"] = turns[-1:] != [] and turns[-1]["role"] == "assistant"
         if system := self._system():
             turns.insert(0, {"role": "system", "content": system})
         value: JsonObject = {"messages": turns, **more}
-        # Anthropic's API does the same: the answer goes on with an assistant's message at the end.
-        value["continue_final_message"] = self.messages[-1].role == "assistant"
-        changes = [b for m in self.messages for b in m.content if isinstance(b, ToolChange)]
+        changes = (change for message in self.messages for change in message.changes)
         value["tools"] = functions(self.tools or (), changes) or None
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}
@@ -242,5 +324,5 @@ class MessagesBody(CountBody):
 def _text(content: str | Sequence[object] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = (_TextBlock, _SearchResultBlock, _DocumentBlock)
+    texts = (_TextBlock, _SearchResultBlock, _ReferenceBlock, _DocumentBlock, Unread)
     return "".join(block.text for block in content if isinstance(block, texts))

@@ -11,7 +11,6 @@ from mtp_jax import JsonObject
 from serve.bodies.client_tools import ClientTools, Identity
 from serve.bodies.conversation import MAX_MESSAGES, RefusalPart
 from serve.bodies.fields import (
-    NOT_TEXT,
     Body,
     Name,
     Text,
@@ -26,6 +25,7 @@ from serve.bodies.fields import (
 from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out, picked
 from serve.bodies.schema import CallBody, ChatBody
 from serve.bodies.tools import FunctionName
+from serve.bodies.unread import Unread, check_newest, unread
 from serve.bodies.variables import Switches
 
 _SAME = ChatBody.model_fields.keys() - {"tools", "tool_choice"}
@@ -40,8 +40,10 @@ class _Part(Body):
 
 _TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 _AnyPart = Annotated[
-    Annotated[_Part, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
-    one_of({**dict.fromkeys(_TEXTS, "a text"), "refusal": "a refusal"}, NOT_TEXT),
+    Annotated[_Part, Tag("a text")]
+    | Annotated[RefusalPart, Tag("a refusal")]
+    | Annotated[Unread, Tag("another part")],
+    one_of({**dict.fromkeys(_TEXTS, "a text"), "refusal": "a refusal"}, other="another part"),
 ]
 _Content = TextOr[_AnyPart]
 
@@ -50,6 +52,12 @@ class _MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Content
+    where: ClassVar = "content"
+
+    @property
+    def parts(self) -> _Content:
+        """Its text, or its parts."""
+        return self.content
 
 
 class _CallItem(Body):
@@ -110,6 +118,12 @@ class _ResultItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
     output: _Content
+    where: ClassVar = "output"
+
+    @property
+    def parts(self) -> _Content:
+        """The same."""
+        return self.output
 
 
 class _OwnResultItem(Body):
@@ -147,29 +161,12 @@ class _ReasoningItem(Body):
 
 
 class _LeftOutItem(Body):
-    """An item that only OpenAI's servers can read, or the work of a tool that they ran."""
+    """An item that only OpenAI's servers can read, or the work of a tool of theirs, or of an unknown type."""
 
-    type: str
+    type: Name
 
 
-_LEFT_OUT = (
-    "code_interpreter_call",
-    "compaction",
-    "compaction_trigger",
-    "computer_call",
-    "computer_call_output",
-    "configuration_update",
-    "file_search_call",
-    "image_generation_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "mcp_list_tools",
-    "program",
-    "program_output",
-    "web_search_call",
-)
-_KINDS: dict[str | None, str] = {
+_KINDS: dict[str | None, str | None] = {
     **dict.fromkeys((None, "message"), "a message"),
     "function_call": "a call",
     "custom_tool_call": "a custom call",
@@ -180,13 +177,15 @@ _KINDS: dict[str | None, str] = {
     **dict.fromkeys(("additional_tools", "tool_search_output"), "tools"),
     "tool_search_call": "a search",
     "reasoning": "a thought",
-    **dict.fromkeys(_LEFT_OUT, "another item"),
+    "item_reference": None,
 }
 
 
 def _tag(value: object) -> str | None:
     kind = kind_of(value)
-    return "another item" if kind == "tool_search_call" and _is_elsewhere(value) else _KINDS.get(kind)
+    if kind == "tool_search_call" and _is_elsewhere(value):
+        return "another item"
+    return _KINDS.get(kind, "another item")
 
 
 def _is_elsewhere(item: object) -> bool:
@@ -207,8 +206,8 @@ _Item = Annotated[
     | Annotated[_LeftOutItem, Tag("another item")],
     told(
         _tag,
-        "is none of message, function_call, function_call_output, custom_tool_call, custom_tool_call_output "
-        "and reasoning; nothing is stored here that could be referred to",
+        "nothing is stored here that could be referred to; send the item itself, such as a message, "
+        "function_call or function_call_output",
     ),
 ]
 
@@ -247,15 +246,21 @@ class ResponsesBody(CallBody, Switches):
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Name], Field(fail_fast=True)] | None = None
 
+    @property
+    def _items(self) -> "list[_Item]":
+        return [] if isinstance(self.input, str) else self.input
+
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Fields without effect, also tools and items that are left out, and log-probabilities."""
         yield from super().unknown(prefix)
         yield from left_out(self.tools or (), prefix)
-        for i, item in enumerate(self.input):
+        for i, item in enumerate(self._items):
             if isinstance(item, _ToolsItem):
                 yield from left_out(item.tools, f"{prefix}input.{i}")
             elif isinstance(item, _LeftOutItem):
                 yield f"{prefix}input.{i}.{item.type}"
+            elif isinstance(item, _MessageItem | _ResultItem):
+                yield from unread(item.parts, f"{prefix}input.{i}.{item.where}")
         # Other values concern tools that this server does not run, or have no effect on the answer.
         yield from (f"{prefix}include.{name}" for name in self.include or () if name.endswith(".logprobs"))
 
@@ -273,10 +278,20 @@ class ResponsesBody(CallBody, Switches):
             raise ValueError(f"n: a response is one answer, got {self.n}; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _reads_the_newest(self) -> "ResponsesBody":
+        told = [(i, item) for i, item in enumerate(self._items) if not isinstance(item, _LeftOutItem)]
+        told = [(i, item) for i, item in told if not isinstance(item, _ToolsItem) or item.is_ours]
+        of_tools = len(told) > 1 and isinstance(told[-2][1], _ResultItem | _OwnResultItem | _ToolsItem)
+        for i, item in told[-1:]:
+            if isinstance(item, _MessageItem) and item.role == "user" and not of_tools:
+                check_newest(item.content, f"input.{i}.content")
+        return self
+
     @cached_property
     def client_tools(self) -> ClientTools:
         """The tools of the request: its list, and the lists of items."""
-        lists = [self.tools or (), *(item.tools for item in self.input if isinstance(item, _ToolsItem))]
+        lists = [self.tools or (), *(item.tools for item in self._items if isinstance(item, _ToolsItem))]
         return ClientTools(tool for tools in lists for tool in entries(tools))
 
     def conversation(self) -> ChatBody:
@@ -343,5 +358,5 @@ def _told(output: object) -> str:
     return output if isinstance(output, str) else to_json(output).decode()
 
 
-def _text(content: str | Sequence[_Part | RefusalPart]) -> str:
+def _text(content: str | Sequence[_Part | RefusalPart | Unread]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
