@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtp_jax.json_object import JsonMapping
-from mtp_jax.text.tokenizer import Tokenizer
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.arguments import free, held
 from mtp_jax.text.tools.formats import GAP, NAME, Format
 from mtp_jax.text.tools.rules import Rules, Vocabulary, one_of
@@ -46,7 +46,7 @@ class _Output:
         self._form, self._rules, self._asked, self._at_once = form, rules, asked, at_once
 
     def grammar(self, tools: Sequence[Tool]) -> str:
-        thoughts = [self._rules.token(t) for t in (Tokenizer.OPEN_THOUGHT, Tokenizer.CLOSE_THOUGHT)]
+        thoughts = [self._rules.token(t) for t in (Thoughts.OPEN, Thoughts.CLOSE)]
         tags = [tag for tag in thoughts if tag]  # an empty tag is text
         before = f"(TEXT {one_of(tags)})*" if tags else ""
         self._rules.name("call", self._call(tools))
@@ -78,7 +78,8 @@ class _Output:
             ways.append(f"{'LINES?' if self._asked.thinking else ''} {rules.json(self._asked.answer)}")
         if not self._asked.thinking:
             return one_of(ways)
-        return f"{rules.up_to(Tokenizer.CLOSE_THOUGHT)} {one_of(ways)} | {self._begun()}"
+        rules.name("THOUGHT", Thoughts.terminal())
+        return f"{rules.up_to(Thoughts.CLOSE, 'THOUGHT')} {one_of(ways)} | {self._begun()}"
 
     def _call(self, tools: Sequence[Tool]) -> str:
         """The rule for a call, from the end of its tag on."""
