@@ -47,7 +47,7 @@ class Thoughts:
     CLOSE: ClassVar = "</think>"
 
     def __init__(self, may_open: bool, ends: Sequence[str] = ()) -> None:
-        """ends: tags that end a thought, too, as those of calls do."""
+        """ends: tags that end a thought, too, as tags of calls do."""
         self.may_open, self._ends = may_open, (self.CLOSE, *ends)
 
     @classmethod

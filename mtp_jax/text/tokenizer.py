@@ -154,7 +154,7 @@ class Tokenizer:
         return bool(self._template.sources)
 
     def template_variables(self, with_tools: bool) -> frozenset[str]:
-        """The variables that the chat template reads, beside messages, tools and others that are set here.
+        """The variables that the chat template reads, beside messages, tools and variables that are set here.
 
         Raises RequestError for a template that is broken or missing, and Overloaded.
         """
