@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mtp_jax.json_object import JsonMapping, JsonObject
     from mtp_jax.model.sharding import make_mesh
     from mtp_jax.text.grammar import StructuredOutput
+    from mtp_jax.text.thoughts import Thoughts
     from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
     from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText
     from mtp_jax.text.tools.tool import Tool
@@ -72,6 +73,7 @@ __all__ = [
     "Stream",
     "StreamDecoder",
     "StructuredOutput",
+    "Thoughts",
     "Tokenizer",
     "Tool",
     "ToolUse",
@@ -103,6 +105,7 @@ _HOMES = {
     "Stream": "api.stream",
     "StreamDecoder": "text.tokenizer",
     "StructuredOutput": "text.grammar",
+    "Thoughts": "text.thoughts",
     "Tokenizer": "text.tokenizer",
     "ToolUse": "text.tools.use",
     "Tool": "text.tools.tool",

@@ -12,6 +12,7 @@ from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.text.stop_strings import StopStrings
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -50,8 +51,13 @@ class CompletionState:
         self._texts: list[str] = []  # a text that grew by each token would be copied each time
         self._emitted = (0, 0, 0)  # texts, tokens and steps that outputs have held so far
         p = request.params
+        self._tokenizer = tokenizer
         self._decoder = tokenizer and StreamDecoder(tokenizer, p.skip_special_tokens)
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
+        self._border = None
+        if tokenizer and p.stop_strings and not p.stop_in_thoughts:
+            inside = Thoughts.opened_by_ids(request.prompt, tokenizer.decode_all)
+            self._border = tokenizer.thoughts.border(inside)
 
     def advance(self, engine: Engine) -> None:
         """Detokenise new tokens; a stop string cuts the tokens that follow it."""
@@ -64,7 +70,8 @@ class CompletionState:
         if request.finished:
             self.done = True
             rest = self._decoder.flush() if self._decoder else ""
-            rest, stopped = self._stops.push(rest, self.seen > request.params.min_tokens)
+            inside = self._border is not None and self._border.inside
+            rest, stopped = self._stops.push(rest, self.seen > request.params.min_tokens, inside)
             rest += "" if stopped else self._stops.flush()
             self._texts.append(rest)
             if self.token_texts:
@@ -115,9 +122,18 @@ class CompletionState:
             text = ""
         else:
             text = self._decoder.push([token])
-        visible, _ = self._stops.push(text, self.seen > request.params.min_tokens)
+        may_stop = self.seen > request.params.min_tokens
+        thought, text = self._split(token, text)
+        visible = self._stops.push(thought, may_stop, inside=True)[0] if thought else ""
+        visible += self._stops.push(text, may_stop)[0]
         self._texts.append(visible)
         self.token_texts.append(visible)
+
+    def _split(self, token: int, text: str) -> tuple[str, str]:
+        """A token's text, split where a thought ends in which no stop string counts."""
+        if self._border is None or self._tokenizer is None:
+            return "", text
+        return self._border.push(self._tokenizer.decode_all([token]), text)
 
 
 class PromptState:

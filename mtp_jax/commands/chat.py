@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from mtp_jax.commands.parser import Subparsers
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonObject
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -50,7 +52,7 @@ def register(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the end of the input. Returns the exit status."""
-    params = sampling_params(args)
+    params = replace(sampling_params(args), stop_in_thoughts=False)
     directory = model_dir(args)
     tokenizer = Tokenizer.from_dir(directory, getattr(args, "chat_template", None))
     if tokenizer is None or not tokenizer.has_chat_template:
@@ -109,8 +111,8 @@ class _Chat:
         if output is None:
             return
         said = output.outputs[0].text
-        if self.tokenizer.opens_thought(prompt):  # the conversation leaves thoughts out, finished or not
-            said = said.partition(self.tokenizer.CLOSE_THOUGHT)[2]
+        splitter = self.tokenizer.thoughts.splitter(Thoughts.opened_by(prompt))
+        said = "".join(answer for _, answer in (splitter.push(said), splitter.flush()))  # without its thought
         self.turns = [*turns, {"role": "assistant", "content": said}]
         if not self.quiet:
             show.note(f"[{show.stats(output)}]")

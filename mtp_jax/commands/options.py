@@ -52,7 +52,7 @@ _READ = {
 }
 # The share of a GPU's memory that JAX takes; JAX reads it when it first uses a GPU.
 _JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_OF_MANY = ("n", "logprobs", "prompt_logprobs")
+_NOT_OF_CHATS = ("n", "logprobs", "prompt_logprobs", "stop_in_thoughts")
 _NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
 _NEED_DRAFTS = (
     "draft_model",
@@ -200,7 +200,7 @@ def captures(args: argparse.Namespace) -> Captures | None:
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
     """Declare options of SamplingParams; ``several``: also options for many completions and scores."""
     parser.set_defaults(default_max_tokens=max_tokens)
-    names = [name for name in declared(SamplingParams) if several or name not in _OF_MANY]
+    names = [name for name in declared(SamplingParams) if several or name not in _NOT_OF_CHATS]
     own = {"max_tokens": f"{max_tokens}", "temperature": "0"}
     add_options(parser.add_argument_group("sampling"), SamplingParams, names, own)
     group = parser.add_argument_group("structured output", "one of these at most")

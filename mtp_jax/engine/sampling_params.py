@@ -57,6 +57,11 @@ class SamplingParams:
         unset="none",
         metavar="ID,...",
     )
+    stop_in_thoughts: bool = option(
+        True,
+        "stop strings end a thought, too; otherwise only a stop string that holds </think> does",
+        off=("--no-stop-in-thoughts", "stop strings end the answer alone, not a thought before it"),
+    )
     ignore_eos: bool = option(False, "go on after the model's end-of-sequence tokens")
     seed: int | None = option(
         None,

@@ -14,7 +14,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import Trees
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.rules import BadWords, Constraints, ThinkingBudget, TokenRule, bad_words
-from mtp_jax.text.tokenizer import Tokenizer
+from mtp_jax.text.thoughts import Thoughts
 
 _LONGEST_TIMEOUT = 10**9
 
@@ -217,13 +217,12 @@ class InputProcessor:
         return Constraints(matcher, rules)
 
     def _thinking_budget(self, most: int, grammars: Grammars, prompt: tuple[int, ...]) -> ThinkingBudget:
-        opens, closes = map(grammars.backend.token_to_id, (Tokenizer.OPEN_THOUGHT, Tokenizer.CLOSE_THOUGHT))
+        closes, thoughts = grammars.backend.token_to_id(Thoughts.CLOSE), grammars.thoughts
         if closes is None:
             raise RequestError(
-                f"max_thinking_tokens = {most}, but {Tokenizer.CLOSE_THOUGHT} is no token of this model; "
-                "leave it out"
+                f"max_thinking_tokens = {most}, but {Thoughts.CLOSE} is no token of this model; leave it out"
             )
-        return ThinkingBudget(most, opens, closes, grammars.thinks(prompt))
+        return ThinkingBudget(most, closes, thoughts, grammars.thinks(prompt), grammars.text)
 
 
 def checked_ids(prompt: Iterable[int], vocab: int) -> tuple[int, ...]:

@@ -68,7 +68,7 @@ class ChatTemplate:
         return answer["text"]
 
     def variables(self, with_tools: bool) -> frozenset[str]:
-        """The variables that the template reads, without those that are set here.
+        """The variables that the template reads, except names that are set here.
 
         Raises RequestError for a broken template, and Overloaded.
         """

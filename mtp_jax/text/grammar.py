@@ -31,6 +31,7 @@ from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.compile_grammar import Compiled, Vocabulary, without_tags
 from mtp_jax.text.json_schema import check_schema, in_full
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.trial import MEMORY, Trials
 
@@ -42,7 +43,6 @@ WORD = 32
 
 _CACHED_GRAMMARS = 64
 _CACHED_BYTES = 2 * MEMORY  # so that the largest allowed grammar does not empty the cache
-_TAIL = 16  # tokens that suffice for the end of a prompt: a tag and white space
 _NO_GRAMMAR = (TypeError, ValueError, OverflowError, RecursionError)  # errors that odd schemas raise
 _ALONE_SECONDS = 0.1  # skip the second build of a grammar whose first one took longer
 # A space, or a line break and its indent, is how models write JSON; without a limit, a weak one goes on with
@@ -172,10 +172,11 @@ def _behind_thought(grammar: str, is_json: bool, close: int | None) -> str:
         expression, answer = inner["lark_grammar"], f"answer: %json {json.dumps(inner['json_schema'])}"
     if expression:
         answer = re.sub(r"^start(?=\s*:)", "answer", expression, count=1, flags=re.MULTILINE)
-    text = "/(.|\\n)*/"
-    end = Tokenizer.CLOSE_THOUGHT
-    thought = f'thought[suffix="{end}"]: {text}' if close is None else f"thought: {text} <[{close}]>"
-    return f"start: thought answer\n{thought}\n{answer}\n"
+    end = Thoughts.CLOSE
+    thought = f'thought[suffix="{end}"]: /(.|\\n)*/' if close is None else f"thought: THOUGHT <[{close}]>"
+    return f"start: thought answer\n{thought}\n{answer}\n" + (
+        "" if close is None else f"THOUGHT: {Thoughts.terminal()}\n"
+    )
 
 
 def _literal(character: str) -> str:
@@ -227,12 +228,13 @@ class Grammars:
 
     Attributes:
         backend: the tokenizer.
+        thoughts: the borders of the model's thoughts.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """vocab_size: the model's; ids without a token are never allowed. eos_ids: one id or more."""
         self.words = -(-vocab_size // WORD)
-        self._eos, self.backend = eos_ids[0], tokenizer
+        self._eos, self.backend, self.thoughts = eos_ids[0], tokenizer, Thoughts.of(tokenizer)
         self._vocabulary = Vocabulary(without_tags(tokenizer.to_str()), vocab_size, list(eos_ids))
         self._executor, self._trials = LLExecutor(), Trials(self._vocabulary)
         # Every request starts from a copy of the compiled grammar; the most recently used is at the end.
@@ -256,12 +258,19 @@ class Grammars:
         stops = np.zeros(self.words, np.uint32)
         for token in stop_ids:
             stops[token // WORD] |= np.uint32(1 << token % WORD)
-        close = self.backend.token_to_id(Tokenizer.CLOSE_THOUGHT)
+        close = self.backend.token_to_id(Thoughts.CLOSE)
         return Matcher(self._compiled(wanted.behind(self.thinks(prompt), close)), stops)
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thought, which the output begins with."""
-        return Tokenizer.opens_thought(self.backend.decode(list(prompt[-_TAIL:]), skip_special_tokens=False))
+        return Thoughts.opened_by_ids(prompt, self._decode)
+
+    def text(self, token: int) -> str:
+        """Text of a token, also of a special token."""
+        return self._decode([token])
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a piece of text."""

@@ -39,24 +39,28 @@ def main() -> None:
         while True:
             wanted = child.receive(control)
             signal.setitimer(signal.ITIMER_PROF, wanted["seconds"])
-            answer = _answer(environment, compiled, wanted["source"], wanted["variables"])
+            source, variables = wanted["source"], wanted["variables"]
+            answer = (
+                _reads(environment, source) if variables is None else _answer(compiled, source, variables)
+            )
             signal.setitimer(signal.ITIMER_PROF, 0)
             child.send(control, answer)
     except (ConnectionError, EOFError):
         pass
 
 
-def _answer(
-    environment: Environment, compiled: Callable[[str], Template], source: str, variables: JsonObject | None
-) -> JsonObject:
-    """The answer to a job: ``text``, ``refused`` by a limit, or the template's ``error``.
-
-    variables: None asks for the names of the variables that the template ``reads``.
-    """
+def _reads(environment: Environment, source: str) -> JsonObject:
+    """The names of the variables that a template ``reads``, or the ``error`` of a broken one."""
     try:
-        if variables is None:
-            found = find_undeclared_variables(environment.parse(source))
-            return {"reads": sorted(found - environment.globals.keys())}
+        found = find_undeclared_variables(environment.parse(source))
+        return {"reads": sorted(found - environment.globals.keys())}
+    except (TemplateError, MemoryError, RecursionError) as error:
+        return {"error": f"this model's chat template is broken: {first_line(error)}; use a raw completion"}
+
+
+def _answer(compiled: Callable[[str], Template], source: str, variables: JsonObject) -> dict[str, str]:
+    """The answer to a job: ``text``, ``refused`` by a limit, or the template's ``error``."""
+    try:
         if "tool_calls" in source:
             variables["messages"] = [with_objects(message) for message in variables.get("messages", ())]
         return {"text": _generate(compiled(source), variables)}

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from mtp_jax.text.grammar import WORD, Matcher
+from mtp_jax.text.thoughts import Part, Place, Thoughts
 
 
 class TokenRule(Protocol):
@@ -82,35 +83,38 @@ class ThinkingBudget:
     some models write inside a thought.
     """
 
-    def __init__(self, most: int, opens: int | None, closes: int, thinking: bool) -> None:
-        """opens, closes: tokens of the tags. thinking: whether the output begins inside a thought."""
-        self._most, self._opens, self._closes = most, opens, closes
-        self._left = most if thinking else None
+    def __init__(
+        self, most: int, closes: int, thoughts: Thoughts, inside: bool, text: Callable[[int], str]
+    ) -> None:
+        """closes: the closing tag. inside: whether the output begins inside a thought. text: of a token."""
+        self._closes, self._thoughts, self._text = closes, thoughts, text
+        self._place, self._left = thoughts.begin(inside), most
 
-    def _after(self, left: int | None, token: int) -> int | None:
-        """Tokens that a thought may have after this token; None outside of a thought."""
-        if token == self._closes:
-            return None
-        if left is None:
-            return self._most if token == self._opens else None
-        return max(left - 1, 0)
+    def _after(self, place: Place, left: int, token: int) -> tuple[Place, int]:
+        """The place behind a token, and the number of tokens that a thought may have from there on."""
+        if place.part is Part.ANSWER:
+            return place, left
+        then = self._thoughts.after(place, self._text(token))
+        inside = place.part is then.part is Part.THOUGHT
+        return then, max(left - 1, 0) if inside else left
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """See ``TokenRule``. A thought is assumed to go on past the known tokens, up to its end."""
-        left, (word, bit) = self._left, divmod(self._closes, WORD)
+        place, left, (word, bit) = self._place, self._left, divmod(self._closes, WORD)
         for i in range(len(masks)):
-            if left == 0 and masks[i, word] >> np.uint32(bit) & 1:
+            inside = place.part is Part.THOUGHT
+            if inside and left == 0 and masks[i, word] >> np.uint32(bit) & 1:
                 masks[i] = 0
                 masks[i, word] = 1 << bit
             if i < len(drafts):
-                left = self._after(left, drafts[i])
-            elif left is not None:
-                left = left - 1 if left else None
+                place, left = self._after(place, left, drafts[i])
+            elif inside:
+                place, left = (place, left - 1) if left else (Place(Part.ANSWER), left)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take emitted tokens."""
         for token in tokens:
-            self._left = self._after(self._left, token)
+            self._place, self._left = self._after(self._place, self._left, token)
 
 
 def bad_words(words: Iterable[str], encode: Callable[[str], list[int]]) -> list[list[int]]:

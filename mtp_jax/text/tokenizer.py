@@ -17,6 +17,7 @@ from mtp_jax.errors import CheckpointError, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import byte_level, tiktoken_file
 from mtp_jax.text.chat_template import OWN_VARIABLES, ChatTemplate, first_line
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.conversation import for_template
 from mtp_jax.text.tools.formats import format_named, format_of
 
@@ -37,6 +38,7 @@ class Tokenizer:
 
     Attributes:
         backend: the `tokenizers.Tokenizer` underneath.
+        thoughts: the borders of the model's thoughts.
         vocab_size: one more than the highest id that has a token. The model's own may be padded above it.
         bos_token, eos_token: text of these tokens, "" where the files name none.
         bos_id: id of bos, or None.
@@ -45,7 +47,6 @@ class Tokenizer:
             config.json names none.
     """
 
-    OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
     OWN_VARIABLES = OWN_VARIABLES
 
     def __init__(self, backend: tokenizers.Tokenizer, config: JsonMapping, generation: JsonMapping):
@@ -56,10 +57,11 @@ class Tokenizer:
             )
         backend.no_truncation()  # a limit stored in the file would cut prompts silently
         backend.no_padding()
-        self.backend = backend
+        self.backend, self.thoughts = backend, Thoughts.of(backend)
         added = backend.get_added_tokens_decoder()
         self._added = {token.content: i for i, token in added.items()}
-        self._hidden = frozenset(i for i, token in added.items() if token.special)
+        tags = (Thoughts.OPEN, Thoughts.CLOSE)  # which show where a thought ends, special or not
+        self._hidden = frozenset(i for i, t in added.items() if t.special and t.content not in tags)
         self._bytes = _token_bytes(backend)
         self.vocab_size = len(self._bytes)
         self.bos_token, self.eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
@@ -98,11 +100,6 @@ class Tokenizer:
         """Name of the format that the chat template writes calls in. RequestError if there is none."""
         return format_of(self._template.source(with_tools=True))
 
-    @classmethod
-    def opens_thought(cls, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside a think block, so that the output begins in it."""
-        return prompt.rstrip().endswith(cls.OPEN_THOUGHT)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. With `add_special_tokens` it begins with exactly one bos, if the model wants one.
 
@@ -137,6 +134,10 @@ class Tokenizer:
         """
         return b"".join(self.token_bytes(i, skip_special_tokens) for i in ids).decode("utf-8", "replace")
 
+    def decode_all(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, special tokens too."""
+        return self.decode(ids, skip_special_tokens=False)
+
     def token_bytes(self, token: int, skip_special_tokens: bool = True) -> bytes:
         """The bytes one id stands for: possibly a part of a character, b"" for an id without a token."""
         if not 0 <= token < self.vocab_size or (skip_special_tokens and token in self._hidden):
@@ -153,7 +154,7 @@ class Tokenizer:
         return bool(self._template.sources)
 
     def template_variables(self, with_tools: bool) -> frozenset[str]:
-        """The variables that the chat template reads, beside messages, tools and others that are set here.
+        """The variables that the chat template reads, beside messages, tools and variables that are set here.
 
         Raises RequestError for a template that is broken or missing, and Overloaded.
         """

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from mtp_jax import LazyPrompt, RequestError, SamplingParams, Stream, ToolUse
+from mtp_jax import LazyPrompt, RequestError, SamplingParams, Stream, Thoughts, ToolUse
 from serve.answers.generation import submit
 from serve.base.state import Server
 from serve.bodies.reading import MOST_NAMED, ignore, printable, tell
@@ -50,7 +50,7 @@ class ChatPrompt:
             **{**self._settings.chat_template_kwargs, **told.template_options()},
         )
         self._compare(self._tokenizer.template_variables(with_tools=bool(tools)))
-        self.thinking = self._tokenizer.opens_thought(prompt)
+        self.thinking = Thoughts.opened_by(prompt)
         ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         return told.cut(ids) if isinstance(told, ChatBody) else ids
 
@@ -101,7 +101,9 @@ async def ask(
     params = body.params(
         most, body.stream, top, body.prompt_logprobs, defaults=server.allm.about.sampling_defaults
     )
-    params = replace(params, max_thinking_tokens=body.thinking_budget)
+    # The thought is no part of the content, in which a client looks for its stop strings.
+    stops = body.stop_in_thoughts is True
+    params = replace(params, max_thinking_tokens=body.thinking_budget, stop_in_thoughts=stops)
     prompt = ChatPrompt(server, body)
     lazy = LazyPrompt(prompt, body.characters)
     streams = await submit(server, request, body, [lazy], _with_tools(server, params, use))

@@ -31,7 +31,7 @@ class AssistantCall(Call):
         super().__init__(server, request, asked.streams, stream)
         self.blocks, self._inputs = Blocks(asked.custom), Inputs(asked.custom)
         self._turn = Turn(asked.thinking, may_think(server.tokenizer), asked.use)
-        self._thought = ThoughtTokens(server.tokenizer, asked.use)
+        self._thought = ThoughtTokens(server.tokenizer, asked.use, asked.thinking)
 
     @abstractmethod
     def change(self, change: Change) -> Iterable[JsonObject]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream
-from serve.answers.reasoning import CLOSE, may_think
+from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream, Thoughts
+from serve.answers.reasoning import may_think
 from serve.base.errors import ApiError
 from serve.base.sse import aborted_with_client, streams_of
 from serve.base.state import Server
@@ -37,7 +37,7 @@ async def submit(
     """
     tokenizer = server.allm.about.tokenizer
     if params.max_thinking_tokens is not None and tokenizer is not None and not may_think(tokenizer):
-        ignore(request, f"max_thinking_tokens (the model has no token {CLOSE})")
+        ignore(request, f"max_thinking_tokens (the model has no token {Thoughts.CLOSE})")
         params = replace(params, max_thinking_tokens=None)
     limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]
     depth, deepest = params.num_speculative_tokens, server.allm.about.engine.num_speculative_tokens

@@ -45,10 +45,17 @@ class Inputs:
 
 
 class _FirstString:
-    """The value of a growing JSON object's first member that is a string."""
+    """The value of a growing JSON object's first member that is a string.
+
+    An escape that JSON does not know stands for its own characters, as a model that writes it means them.
+    """
 
     _BEFORE = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"')
-    _CHARACTERS = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u])*', re.DOTALL)
+    # An escape with too few digits may go on in the next text, unless another sign follows.
+    _CHARACTERS = re.compile(
+        r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F])|\\[^u])*', re.DOTALL
+    )
+    _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
     _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # of a surrogate pair
 
     def __init__(self) -> None:
@@ -68,7 +75,8 @@ class _FirstString:
             end = half.start()  # its other half may follow in the next text
         found, self._held = self._held[:end], self._held[end:]
         # A half without its other half is no character.
-        decoded: str = json.loads(f'"{found}"', strict=False)
+        known = self._ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", found)
+        decoded: str = json.loads(f'"{known}"', strict=False)
         return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -3,8 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from mtp_jax import CallArguments, CallBegin, CallEnd, CompletionOutput, JsonObject, OutputText, ToolUse
-from serve.answers.reasoning import Splitter
+from mtp_jax import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    CompletionOutput,
+    JsonObject,
+    OutputText,
+    Thoughts,
+    ToolUse,
+)
 from serve.base.ids import new_id
 
 
@@ -28,7 +36,7 @@ class Turn:
 
     def __init__(self, thinking: bool, may_think: bool, use: ToolUse | None) -> None:
         """thinking: whether the prompt opened a thought. may_think: whether the output may. use: of tools."""
-        self._splitter = Splitter(thinking, may_think)
+        self._splitter = Thoughts(may_think).splitter(thinking)
         self._parser = use.parser() if use else None
         self._most = None if use is None or use.several else 1
         self._space = ""

@@ -64,6 +64,7 @@ class Sampling(Body):
     min_tokens: Annotated[int, bounds("min_tokens")] | None = None
     stop: Stops | None = None
     stop_token_ids: Ids | None = None
+    stop_in_thoughts: bool | None = None
     allowed_token_ids: Ids | None = None
     bad_words: Words | None = None
     max_thinking_tokens: Annotated[
@@ -99,7 +100,7 @@ class Sampling(Body):
         """The engine's parameters; ``defaults``: values for fields not given. Raises RequestError."""
         same = (
             "n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids",
-            "allowed_token_ids", "bad_words", "max_thinking_tokens",
+            "stop_in_thoughts", "allowed_token_ids", "bad_words", "max_thinking_tokens",
             "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
             "skip_special_tokens", "include_stop_str_in_output",
         )  # fmt: skip

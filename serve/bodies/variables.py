@@ -112,7 +112,7 @@ class Switches(Body):
         return self
 
     def _variables(self) -> Iterator[tuple[str, JsonObject]]:
-        """The variables of each field, with its path; later fields go before earlier ones."""
+        """The variables of each field, with its path; a later field goes before an earlier field."""
         told, one = self.reasoning or Reasoning(), self.thinking
         if self.think is not None:
             yield "think", _switched(self.think) if isinstance(self.think, bool) else _effort(self.think)

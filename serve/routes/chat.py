@@ -48,7 +48,7 @@ class _Chat(ChoicesCall):
         if self._thinking or self._may_think:
             for c in output.outputs:
                 counted = self._thoughts.setdefault(
-                    c.index, ThoughtTokens(self.server.tokenizer, self._asked.use)
+                    c.index, ThoughtTokens(self.server.tokenizer, self._asked.use, self._thinking)
                 )
                 counted.push(c.token_ids)
         return super().take(output)

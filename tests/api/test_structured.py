@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mtp_jax import LLM, RequestError, SamplingParams, StructuredOutput, Tokenizer
+from mtp_jax import LLM, RequestError, SamplingParams, StructuredOutput, Thoughts
 from tests import tiny_tokenizer
 from tests.models import RATES
 
@@ -42,7 +42,7 @@ def test_after_a_free_thought_and_the_same_without_speculation(llm, monkeypatch)
     text = llm.generate(prompt, free)[0].outputs[0].text
     end = text[30:33]
     thought = text[: text.index(end) + len(end)]
-    monkeypatch.setattr(Tokenizer, "CLOSE_THOUGHT", end)
+    monkeypatch.setattr(Thoughts, "CLOSE", end)
     (output,) = llm.generate(prompt, GREEDY)
     (plain,) = llm.generate(prompt, replace(GREEDY, num_speculative_tokens=0))
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import mtp_jax.api.llm
-from mtp_jax import LLM, Tokenizer
+from mtp_jax import LLM, Thoughts
 from mtp_jax.commands import cli, show
 from tests import golden, tiny_tokenizer
 from tests.models import RATES
@@ -311,7 +311,7 @@ def test_chat_answers_become_part_of_the_prompt(run, model, prompts):
 
 
 def test_chat_forgets_what_was_thought(run, model, prompts, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "OPEN_THOUGHT", "assistant:")
+    monkeypatch.setattr(Thoughts, "OPEN", "assistant:")
     chat(run, model, ["a", "b"], "-q", "--max-tokens", 3)
     assert prompts[1] == "user: a\nassistant: \nuser: b\nassistant:"  # it never ended
 

@@ -15,6 +15,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.structured import allowed
 from mtp_jax.errors import RequestError
 from mtp_jax.text.grammar import Grammars, StructuredOutput
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.engine.structured import CFG, EOS, engine_with, lean, params
@@ -29,8 +30,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
     folder = tiny_tokenizer.write(tmp_path_factory.mktemp("tokenizer"), OPENS)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.add_special_tokens([Tokenizer.OPEN_THOUGHT, Tokenizer.CLOSE_THOUGHT])
-    assert backend.token_to_id(Tokenizer.CLOSE_THOUGHT) == CLOSES
+    backend.add_special_tokens([Thoughts.OPEN, Thoughts.CLOSE])
+    assert backend.token_to_id(Thoughts.CLOSE) == CLOSES
     return Grammars(backend, CFG.vocab_size, CFG.eos_token_ids)
 
 

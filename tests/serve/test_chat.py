@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from mtp_jax import LLM, SamplingParams
+from mtp_jax import LLM, SamplingParams, Thoughts
 from mtp_jax.text.grammar import Grammars
-from serve.answers.reasoning import Splitter
 from tests.serve.helpers import events
 
 HI = [{"role": "user", "content": "hi"}]
@@ -217,7 +216,7 @@ def test_other_chats_do_not_wait_for_grammars(client, monkeypatch):
     ],
 )
 def test_thoughts_are_split_however_the_text_is_cut(size, text, thinking, may_think, expected):
-    splitter = Splitter(thinking, may_think)
+    splitter = Thoughts(may_think).splitter(thinking)
     pieces = [splitter.push(text[i : i + size]) for i in range(0, len(text), size)]
     pieces.append(splitter.flush())
     assert tuple("".join(p) for p in zip(*pieces, strict=True)) == expected

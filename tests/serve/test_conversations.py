@@ -408,6 +408,25 @@ def test_the_text_of_a_custom_call_at_any_cut(text, ascii_only):
         assert "".join(p.text for p in pieces if isinstance(p, CallArguments)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (r"\x41 \d+ \\d \"q\" \n", '\\x41 \\d+ \\d "q" \n'),
+        (r"a\u12", r"a\u12"),
+        (r"\uZZ \u0041\u00", r"\uZZ A\u00"),
+        (r"C:\Users \'", r"C:\Users \'"),
+    ],
+)
+def test_escapes_that_json_does_not_know_stand_for_themselves(written, meant):
+    arguments = f'{{"input": "{written}"}}'
+    for size in (1, 2, 3, len(arguments)):
+        inputs = Inputs(frozenset({"say"}))
+        inputs.push([CallBegin(0, "say", "c")])
+        parts = [arguments[i : i + size] for i in range(0, len(arguments), size)]
+        pieces = [p for part in parts for p in inputs.push([CallArguments(0, part)])]
+        assert "".join(p.text for p in pieces if isinstance(p, CallArguments)) == meant
+
+
 def function(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"additionalProperties": False}}}
 

@@ -270,7 +270,7 @@ def test_tokens_of_a_thought_are_counted_up_to_a_call(form):
     tokenizer = TextTokenizer(backend(form, "tokens"), {}, {})
     head = FORMATS_OF[form].opens[0]
     ids = tokenizer.encode(f"I look.{head} more and more", add_special_tokens=False)
-    counted = ThoughtTokens(tokenizer, use)
+    counted = ThoughtTokens(tokenizer, use, thinking=True)
     counted.push(ids)
     assert counted.count == len(tokenizer.encode(f"I look.{head}", add_special_tokens=False)) < len(ids)
 

@@ -8,6 +8,7 @@ import pytest
 
 from mtp_jax.errors import RequestError
 from mtp_jax.text.bpe import ASSISTANT, BOS, EOS, USER
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
 from tests.text.helpers import CALLS, WEATHER, loaded, release, turn
 
@@ -43,7 +44,7 @@ def test_turns_with_and_without_thought(tokenizer: Tokenizer) -> None:
     assert tokenizer.apply_chat_template(talk) == begun + "</think>"
     assert tokenizer.apply_chat_template(talk, thinking=True) == begun + "<think>"
     assert tokenizer.apply_chat_template(talk, enable_thinking=True) == begun + "<think>"
-    assert tokenizer.opens_thought(begun + "<think>")
+    assert Thoughts.opened_by(begun + "<think>")
     answered = [*talk, turn("assistant", "d")]
     prompt = tokenizer.apply_chat_template(answered, continue_final_message=True)
     assert prompt == begun + "</think>d"

@@ -8,6 +8,7 @@ import pytest
 
 from mtp_jax.errors import CheckpointError, RequestError
 from mtp_jax.text.bpe import ASSISTANT, BOS, EOS, USER
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
 from tests.text.helpers import CALLS, WEATHER, loaded, release, turn
 
@@ -56,7 +57,7 @@ def test_thinking_is_on_unless_it_is_turned_off(first: Tokenizer) -> None:
     for on in ({}, {"thinking": True}, {"enable_thinking": True}, {"reasoning_effort": "high"}):
         prompt = first.apply_chat_template(TALK, **on)
         assert prompt == BEFORE + "<think>"
-        assert first.opens_thought(prompt)
+        assert Thoughts.opened_by(prompt)
     assert first.apply_chat_template(TALK, add_generation_prompt=False) == BEFORE.removesuffix(ASSISTANT)
 
 

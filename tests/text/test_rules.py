@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.text.rules import BadWords, ThinkingBudget, TokenRule, bad_words
+from mtp_jax.text.thoughts import Thoughts
 
 V, OPENS, CLOSES = 70, 40, 65
 ALL = set(range(V))
@@ -42,43 +43,50 @@ def test_a_bad_word_is_never_completed(seed):
         text += taken
 
 
-def after(left: int | None, token: int, most: int) -> int | None:
-    """Tokens that the thought may still have."""
-    if token == CLOSES:
+TAGS = {OPENS: "<think>", CLOSES: "</think>"}
+
+
+def budget(most: int, inside: bool, may_open: bool = True) -> ThinkingBudget:
+    return ThinkingBudget(most, CLOSES, Thoughts(may_open), inside, lambda token: TAGS.get(token, "x"))
+
+
+def allowance(text: list[int], most: int, thinking: bool) -> int | None:
+    """Tokens that the thought may still have; None outside. Only the first can be one."""
+    inside = [t for t in text if thinking or text[0] == OPENS]
+    if not (thinking or inside) or CLOSES in inside:
         return None
-    if left is None:
-        return most if token == OPENS else None
-    return left - 1
+    return most - len(inside) + (not thinking)
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_a_thought_ends_at_its_budget(most, thinking):
-    draw = random.Random(most)
-    rule, left = ThinkingBudget(most, OPENS, CLOSES, thinking), most if thinking else None
-    ended = 0
-    for _ in range(60):
-        drafts = [draw.choice([1, 2, 3, OPENS, CLOSES]) for _ in range(3)]
-        masks, at = narrowed(rule, drafts, 4), left
-        for i, draft in enumerate([*drafts, 1]):
-            assert tokens_of(masks[i]) == ({CLOSES} if at == 0 else set(range(V)))
-            if at == 0 and draft != CLOSES:
-                break  # never kept, nor what follows
-            at = after(at, draft, most)
-        token = CLOSES if left == 0 else draw.choice([1, OPENS])
-        ended += token == CLOSES
-        rule.advance([token])
-        left = after(left, token, most)
+    draw, ended = random.Random(most), 0
+    for _ in range(30):
+        rule, text = budget(most, thinking), list[int]()
+        for _ in range(6):
+            drafts = [draw.choice([1, 2, 3, OPENS, CLOSES]) for _ in range(3)]
+            masks = narrowed(rule, drafts, 4)
+            for i, draft in enumerate([*drafts, 1]):
+                end = allowance([*text, *drafts[:i]], most, thinking) == 0
+                assert tokens_of(masks[i]) == ({CLOSES} if end else set(range(V)))
+                if end and draft != CLOSES:
+                    break  # never kept, nor what follows
+            end = allowance(text, most, thinking) == 0
+            token = CLOSES if end else draw.choice([1, OPENS])
+            ended += end
+            rule.advance([token])
+            text.append(token)
     assert ended > 3
 
 
 def test_before_there_are_drafts_the_end_is_foreseen():
-    masks = narrowed(ThinkingBudget(2, None, CLOSES, True), [], 5)
+    masks = narrowed(budget(2, True, may_open=False), [], 5)
     assert [tokens_of(m) == {CLOSES} for m in masks] == [False, False, True, False, False]
 
 
 def test_the_end_of_a_thought_waits_until_a_grammar_allows_it():
-    rule = ThinkingBudget(2, OPENS, CLOSES, True)
+    rule = budget(2, True)
     rule.advance([1, 2])
     in_call = narrowed(rule, [], 1, {5, 6})
     assert tokens_of(in_call[0]) == {5, 6}

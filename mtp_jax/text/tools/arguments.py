@@ -21,13 +21,17 @@ _DEFINITIONS = ("$defs", "definitions")
 _SAID = frozenset(("title", "description", "default", "examples", "deprecated"))
 
 
-def free(form: Format, rules: Rules) -> str:
-    """The rule for arguments that need not fit a schema: any object."""
+def free(form: Format, rules: Rules, end: str) -> str:
+    """The rule for arguments that need not fit a schema, any object, and for the end of the call behind."""
     if form.parameter is None:
-        return "json_object"
+        return f"json_object {end}"
     pair = Tags(form.parameter, rules)
-    one = rules.add("pair", pair.of_any_key(rules.add("KEY", pair.key), pair.any_value()))
-    return f"({one} ({pair.between} {one})*)?"
+    key = rules.add("KEY", pair.key)
+    one = rules.add("pair", pair.of_any_key(key, pair.any_value()))
+    any_object = f"({one} ({pair.between} {one})*)? {end}"
+    if (last := pair.slipped_value(form.end)) is None:
+        return any_object
+    return one_of([any_object, f"({one} {pair.between})* {pair.of_any_key(key, last)}"])
 
 
 def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:

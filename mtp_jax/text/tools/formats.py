@@ -22,6 +22,15 @@ _GAP = rf"[ \t]*[\n{GAP}][ \t\n{GAP}]*"
 _PARTS = re.compile(rf"({_GAP}|{'|'.join(map(re.escape, (NAME, INDEX, STRING)))})")
 
 
+DSML = "\uff5cDSML\uff5c"
+"""The mark in each tag of DeepSeek's markup language, with full-width bars: a special token in releases."""
+
+
+def slips(text: str) -> tuple[str, ...]:
+    """The ways in which models write a closing tag: as it is, and without the mark, which they may forget."""
+    return (text, text.replace(DSML, "")) if DSML in text else (text,)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """The syntax of one argument, in a format that writes each argument by itself.
@@ -80,7 +89,15 @@ class Format:
     @property
     def closes(self) -> tuple[str, ...]:
         """Tags that end a call, or a block of calls."""
-        return (*self.block_ends, *(tag for tag in literals(self.end)[-1:] if tag.startswith("<")))
+        return (
+            *self.all_block_ends,
+            *(t for t in literals(self.end)[-1:] if t.startswith("<") for t in slips(t)),
+        )
+
+    @property
+    def all_block_ends(self) -> tuple[str, ...]:
+        """Tags that end a block of calls, also as models slip."""
+        return tuple(tag for end in self.block_ends for tag in slips(end))
 
 
 @cache
@@ -103,9 +120,6 @@ def as_written(text: str) -> str:
     """A text as the renderer writes it, without ``GAP``."""
     return text.replace(GAP, "")
 
-
-DSML = "\uff5cDSML\uff5c"
-"""The mark in each tag of DeepSeek's markup language, with full-width bars: a special token in releases."""
 
 _DS_CALL = "<\uff5ctool▁call▁begin\uff5c>"
 _DS_SEP = "<\uff5ctool▁sep\uff5c>"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtp_jax.json_object import JsonMapping
-from mtp_jax.text.tokenizer import Tokenizer
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.arguments import free, held
-from mtp_jax.text.tools.formats import GAP, NAME, Format
+from mtp_jax.text.tools.formats import GAP, NAME, Format, slips
 from mtp_jax.text.tools.rules import Rules, Vocabulary, one_of
 from mtp_jax.text.tools.tool import Tool
 
@@ -46,7 +46,7 @@ class _Output:
         self._form, self._rules, self._asked, self._at_once = form, rules, asked, at_once
 
     def grammar(self, tools: Sequence[Tool]) -> str:
-        thoughts = [self._rules.token(t) for t in (Tokenizer.OPEN_THOUGHT, Tokenizer.CLOSE_THOUGHT)]
+        thoughts = [self._rules.token(t) for t in (Thoughts.OPEN, Thoughts.CLOSE)]
         tags = [tag for tag in thoughts if tag]  # an empty tag is text
         before = f"(TEXT {one_of(tags)})*" if tags else ""
         self._rules.name("call", self._call(tools))
@@ -64,10 +64,14 @@ class _Output:
         several = self._asked.several and bool(form.blocks or self._at_once)
         more = f"({declared(form.between + form.call)} call)*" if several else ""
         if tag == form.call:
-            end = f"({declared(form.before_block_end + form.block_ends[0])})?" if form.blocks else ""
+            end = f"({self._end(form.before_block_end + form.block_ends[0])})?" if form.blocks else ""
             return f"call {more} {end}"
         end = form.before_block_end + form.block_ends[form.blocks.index(tag)]
-        return f"{declared(form.after_block + form.call)} call {more} {declared(end)}"
+        return f"{declared(form.after_block + form.call)} call {more} {self._end(end)}"
+
+    def _end(self, text: str) -> str:
+        """The rule for the end of a call or a block, also as models slip."""
+        return one_of(map(self._rules.declared, slips(text)))
 
     def _from_the_start(self) -> str:
         """The rule for calls, or an answer, behind the thought that the output begins with, if it does."""
@@ -78,22 +82,25 @@ class _Output:
             ways.append(f"{'LINES?' if self._asked.thinking else ''} {rules.json(self._asked.answer)}")
         if not self._asked.thinking:
             return one_of(ways)
-        return f"{rules.up_to(Tokenizer.CLOSE_THOUGHT)} {one_of(ways)} | {self._begun()}"
+        rules.name("THOUGHT", Thoughts.terminal())
+        return f"{rules.up_to(Thoughts.CLOSE, 'THOUGHT')} {one_of(ways)} | {self._begun()}"
 
     def _call(self, tools: Sequence[Tool]) -> str:
-        """The rule for a call, from the end of its tag on."""
+        """The rule for a call, from the end of its tag up to its own end."""
         form, rules = self._form, self._rules
         before, _, after = form.head.partition(NAME)
+        end = self._end(GAP + form.end)
         ways, unheld = [], []
         for i, tool in enumerate(tools):
             rules.charge(tool.name)
             tool.check()
             name = json.dumps(tool.name)
             if tool.strict or self._asked.forced:
-                ways.append(f"{name} {rules.declared(after)} {held(form, rules, tool, f'arguments_{i}')}")
+                own = held(form, rules, tool, f"arguments_{i}")
+                ways.append(f"{name} {rules.declared(after)} {own} {end}")
             else:
                 unheld.append(name)
         if unheld:
-            ways.append(f"{one_of(unheld)} {rules.declared(after)} {free(form, rules)}")
+            ways.append(f"{one_of(unheld)} {rules.declared(after)} {free(form, rules, end)}")
         prefix = f"({json.dumps(form.prefix)})?" if form.prefix else ""
-        return f"{rules.declared(before)} {prefix} {one_of(ways)} {rules.declared(GAP + form.end)}"
+        return f"{rules.declared(before)} {prefix} {one_of(ways)}"

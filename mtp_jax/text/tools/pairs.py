@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from mtp_jax.errors import RequestError
-from mtp_jax.text.tools.formats import STRING, Parameter, literals, parts
+from mtp_jax.text.tools.formats import STRING, Parameter, literals, parts, slips
 from mtp_jax.text.tools.rules import Rules, one_of
 from mtp_jax.text.tools.text_schema import Texts, terminal, texts
 from mtp_jax.text.tools.values import kinds
@@ -106,12 +106,22 @@ class Tags:
         ways = {"true": self._text(allowed, others)} if allowed else {}
         if others and (self._says_what or () not in allowed):  # any text includes JSON, too
             json_rule = as_json(schema, others if allowed else None)
-            ways["false"] = f"{json_rule} {self._rules.literal(self._stop)}"
+            ways["false"] = f"{json_rule} {one_of(map(self._rules.literal, slips(self._stop)))}"
         return one_of(f"{self._says(is_text)} {way}" for is_text, way in ways.items()) if ways else None
 
     def any_value(self) -> str:
         """The rule for any value."""
         return self.value({}, {}, lambda schema, kinds: "json_value") or ""
+
+    def slipped_value(self, end: str) -> str | None:
+        """The rule for a text that ends by its tag without the mark, right before the end of the call.
+
+        end: of a call. None in a format without a mark.
+        """
+        _, *slipped = slips(self._stop)
+        ends = [tag for text in slips(end) for tag in literals(text)]
+        tags = [f"{json.dumps(stop)} GAP? {one_of(map(json.dumps, ends))}" for stop in slipped]
+        return f"{self._says('true')} {self._rules.add('up', f'TEXT {tags[0]}', '[lazy]')}" if tags else None
 
     def _says(self, is_text: str) -> str:
         """The rule for the text between a key and a value."""

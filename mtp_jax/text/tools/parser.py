@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from mtp_jax.json_object import JsonMapping
-from mtp_jax.text.tools.formats import GAP, INDEX, NAME, STRING, Format, Parameter, literals
+from mtp_jax.text.tools.formats import GAP, INDEX, NAME, STRING, Format, Parameter, literals, slips
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
-from mtp_jax.text.tools.scanner import Json, begun, first, is_markup, match
+from mtp_jax.text.tools.scanner import Json, begun, first, is_markup, match, match_any
 from mtp_jax.text.tools.values import Value, as_string
 
 _LONGEST_KEY = 4096  # characters; a longer text is no key
@@ -110,7 +110,8 @@ class ToolParser:
         bare = self._also.get(bare, bare)
         self._index, self._given, self._in_block = self._index + 1, 0, self._in_block or start > 0
         self._schema = self._tools.get(bare, {})
-        self._json = Json([tag for tag in (*literals(form.end), *form.block_ends) if tag != "}"])
+        ends = (tag for end in slips(form.end) for tag in literals(end))
+        self._json = Json([tag for tag in (*ends, *form.all_block_ends) if tag != "}"])
         self._parts.append(CallBegin(self._index, bare, f"{name}:{number}" if number else None))
         self._step = self._arguments if form.parameter is None else self._parameters
         return True
@@ -129,7 +130,7 @@ class ToolParser:
 
     def _ending(self, final: bool) -> bool:
         """Read the end of a call."""
-        found = match(GAP + self._form.end, self._held)
+        found = match_any(slips(GAP + self._form.end), self._held)
         if found:
             self._take(found.length)
             self._parts.append(CallEnd(self._index))
@@ -140,7 +141,7 @@ class ToolParser:
         """Read the key of an argument, or the end of a call."""
         form = self._form
         assert form.parameter is not None
-        end = match(GAP + form.end, self._held)
+        end = match_any(slips(GAP + form.end), self._held)
         if end:
             self._argue("}" if self._given else "{}")
             return self._ending(final)
@@ -172,30 +173,45 @@ class ToolParser:
 
     def _in_value(self, final: bool) -> bool:
         assert self._form.parameter is not None
-        stop = literals(self._form.parameter.end)[0]
-        at = self._held.find(stop)
-        if at >= 0:
+        stop, *slipped = slips(literals(self._form.parameter.end)[0])
+        at, length = self._held.find(stop), len(stop)
+        if slipped and (found := self._slip(slipped[0], at))[0] >= 0:
+            at, length = found
+        if at >= 0 and length:
             self._argue(self._value.end(self._take(at)))
-            self._take(len(stop))
+            self._take(length)
             self._step = self._parameters
             return True
-        keep = begun(stop, self._held)
+        keep = max(begun(tag, self._held) for tag in (stop, *slipped)) if at < 0 else len(self._held) - at
         self._argue(self._value.grow(self._take(len(self._held) - keep)))
         if final:
             self._argue(self._value.grow("" if is_markup(self._held) else self._held))
             self._held = ""
         return False
 
+    def _slip(self, tag: str, before: int) -> tuple[int, int]:
+        """The place and length of a tag without its mark that ends a value before a place; (-1, 0): none.
+
+        It is text of the value unless a tag of the format follows. The length is 0 until that is known.
+        """
+        form, at = self._form, -1
+        follow = [GAP + (form.parameter.before_key if form.parameter else ""), *slips(GAP + form.end)]
+        while (at := self._held.find(tag, at + 1, before if before >= 0 else None)) >= 0:
+            ahead = match_any(follow, self._held, at + len(tag))
+            if ahead.length >= 0:
+                return at, len(tag) if ahead else 0
+        return -1, 0
+
     def _after(self, final: bool) -> bool:
         """Read the tag of a further call, or of the end of the block."""
         form, text = self._form, self._held.lstrip()
-        tags = (*form.block_ends, *form.opens)
+        tags = (*form.all_block_ends, *form.opens)
         tag = next((tag for tag in tags if text.startswith(tag)), None)
         if tag is None:
             if any(t.startswith(text) for t in tags) and (not final or self._in_block or is_markup(text)):
                 return False
             return self._text_again()
-        ended = tag in form.block_ends
+        ended = tag in form.all_block_ends
         self._take(len(self._held) - len(text) + (len(tag) if ended else 0))
         self._step = self._head
         return not ended or self._text_again()

@@ -53,6 +53,11 @@ def match(declared: str, text: str, start: int = 0) -> Found:
     return Found(at - start, groups)
 
 
+def match_any(declared: Sequence[str], text: str, start: int = 0) -> Found:
+    """The match of one of a format's texts at ``start``, the longest."""
+    return max((match(one, text, start) for one in declared), key=lambda found: found.length)
+
+
 def first(tags: Sequence[str], text: str) -> tuple[int, str]:
     """The index of the first of these tags, and the tag. Without one: where a tag may begin, and ""."""
     at, tag = min(((at, t) for t in tags if (at := text.find(t)) >= 0), default=(len(text), ""))

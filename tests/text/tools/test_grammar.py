@@ -192,3 +192,27 @@ def test_what_arguments_each_by_itself_cannot_keep_to_is_refused(name):
         call_grammar(FORMATS[name], [Tool("a b")], words, Asked(False, True))
     optional = {"properties": {f"p{i}": {"type": "integer"} for i in range(100)}, "required": ["p99"]}
     assert call_grammar(FORMATS[name], [Tool("f", optional)], words, Asked(True, True))
+
+
+@pytest.mark.parametrize("as_tokens", ["special", "text"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_a_grammar_lets_closing_tags_without_their_mark_end_a_call(name, as_tokens):
+    """Else an output that slipped would stand in a value for ever."""
+    form, mark = FORMATS[name], "\uff5cDSML\uff5c"
+    writer = writer_of(name, as_tokens)
+    block, end = form.blocks[0], form.block_ends[0]
+    begin = f'{block}\n{form.call} name="f">\n<{mark}parameter name="a" string="true">x y'
+    marked = f"</{mark}parameter>\n</{mark}invoke>\n{end}"
+    number = f'</{mark}parameter>\n<{mark}parameter name="n" string="false">2'
+    ends = [marked, marked.replace(mark, ""), marked.replace(f"</{mark}parameter", "</parameter")]
+    ends += [marked.replace(f"/{mark}invoke", "/invoke"), marked.replace(end, end.replace(mark, ""))]
+    grammar = call_grammar(form, [Tool("f")], vocabulary(writer.tokenizer), Asked(False, True))
+    for text in (begin + inner + ending for inner in ("", number) for ending in ends):
+        matcher = LLMatcher(writer.inner, grammar, log_level=0)
+        ids = writer.tokenizer.encode(text, add_special_tokens=False).ids
+        assert matcher.try_consume_tokens(ids) == len(ids), text
+        assert matcher.is_accepting(), text
+        parser = ToolParser(form)
+        parts = parser.push(text) + parser.flush()
+        assert isinstance(parts[-1], CallEnd), text
+        assert arguments(parts, 0) == {"a": "x y"} | ({"n": 2} if number in text else {}), text

@@ -164,3 +164,41 @@ def test_json_in_dsml_and_a_call_without_arguments():
         CallArguments(0, "{}"),
         CallEnd(0),
     ]
+
+
+SLIPS = {
+    "the end of a call": f"</{D}invoke>",
+    "the end of a block": f"</{D}tool_calls>",
+    "the end of a number": f"2</{D}parameter>",
+    "all ends behind the last value": f"2</{D}parameter>\n</{D}invoke>\n</{D}tool_calls>",
+    "the end of a text": f"x<y</{D}parameter>",
+    "every end": None,
+}
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_closing_tags_without_their_mark_end_what_they_close(name, slip):
+    """Models forget the mark, which is a token of its own."""
+    call = ONE[name]
+    tags = SLIPS[slip] or f"x<y</{D}parameter>"
+    tags = tags.replace("tool_calls", "function_calls") if name == "deepseek_v32" else tags
+    written_so = call.replace(tags, tags.replace(D, ""))
+    if slip == "every end":
+        written_so = call.replace(f"</{D}", "</")
+    assert written_so != call
+    wanted = parse(name, ["I look." + call + "Done"])
+    for size in (1, 2, 5, 1000):
+        text = "I look." + written_so + "Done"
+        assert parse(name, [text[i : i + size] for i in range(0, len(text), size)]) == wanted
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_a_value_may_hold_a_closing_tag_without_the_mark(name):
+    """As a file of markup does."""
+    text = "<a></parameter>\n<b/> </parameter></a></parameter>"
+    call = ONE[name].replace("x<y", text)
+    for size in (1, 3, 1000):
+        _, arguments, _ = parse(name, [call[i : i + size] for i in range(0, len(call), size)])
+        assert isinstance(arguments, CallArguments)
+        assert json.loads(arguments.text) == {"a": text, "n": 2}

@@ -1,0 +1,181 @@
+"""Where the thought of an output begins and ends: one notion for stop strings, budgets, grammars and answers.
+
+A thought stands at the beginning of an output. The prompt has opened it, or the output does with its first
+text; it ends at the first closing tag. Later tags are text of the answer. A model whose closing tag is no
+token opens no thought by itself: there the tag is text like any other.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+import tokenizers
+
+_TAIL = 16  # tokens that suffice for the end of a prompt: a tag and white space
+
+
+class Part(Enum):
+    """The part of an output that its text has reached.
+
+    START: nothing but white space yet. CALLED: behind the begin of a call that stood in a thought; a closing
+    tag may follow.
+    """
+
+    START = 0
+    THOUGHT = 1
+    CALLED = 2
+    ANSWER = 3
+
+
+class Place(NamedTuple):
+    """A place in an output. held: text that may turn out to be a part of a tag."""
+
+    part: Part
+    held: str = ""
+
+
+class Thoughts:
+    """The borders of one model's thoughts. Immutable: threads may share it.
+
+    Attributes:
+        OPEN, CLOSE: the tags.
+        may_open: whether an output may open a thought itself.
+    """
+
+    OPEN: ClassVar = "<think>"
+    CLOSE: ClassVar = "</think>"
+
+    def __init__(self, may_open: bool, ends: Sequence[str] = ()) -> None:
+        """ends: tags that end a thought, too, as tags of calls do."""
+        self.may_open, self._ends = may_open, (self.CLOSE, *ends)
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer, ends: Sequence[str] = ()) -> "Thoughts":
+        """The borders for the model of a tokenizer."""
+        return cls(backend.token_to_id(cls.CLOSE) is not None, ends)
+
+    @classmethod
+    def opened_by(cls, prompt: str) -> bool:
+        """Whether a prompt ends with the opening tag, so that the output begins inside a thought."""
+        return prompt.rstrip().endswith(cls.OPEN)
+
+    @classmethod
+    def opened_by_ids(cls, prompt: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
+        """Whether a prompt of token ids ends with the opening tag. decode: shows special tokens, too."""
+        return cls.opened_by(decode(list(prompt[-_TAIL:])))
+
+    @classmethod
+    def terminal(cls) -> str:
+        """The terminal of a thought in Lark's syntax: a closing tag in letters would end it for readers."""
+        tag = re.escape(cls.CLOSE).replace("/", "\\/")
+        return rf"/(.|\n)*/ & ~/(.|\n)*{tag}(.|\n)*/"
+
+    def begin(self, inside: bool) -> Place:
+        """The place before an output. inside: whether the prompt has opened a thought."""
+        return Place(Part.THOUGHT if inside else Part.START if self.may_open else Part.ANSWER)
+
+    def push(self, place: Place, text: str) -> tuple[Place, str, str]:
+        """Go on by a text; return the new place, and the (thought, answer) that is certain, without tags."""
+        part, text = place.part, place.held + text
+        if part is Part.ANSWER:
+            return place, "", text
+        if part is Part.START:
+            begun = text.lstrip()
+            if not begun.startswith(self.OPEN):
+                waits = self.OPEN.startswith(begun)
+                return (Place(part, text), "", "") if waits else (Place(Part.ANSWER), "", text)
+            part, text = Part.THOUGHT, begun.removeprefix(self.OPEN)
+        found = [(at, len(end)) for end in self._ends if (at := text.find(end)) >= 0]
+        if found:
+            at, length = min(found)
+            thought, answer = self._sides(part, text[:at])
+            return Place(Part.ANSWER), thought, answer + text[at + length :]
+        held = max(_begun(end, text) for end in self._ends)
+        shown = len(text) - held
+        return Place(part, text[shown:]), *self._sides(part, text[:shown])
+
+    def after(self, place: Place, text: str) -> Place:
+        """The place behind a text, for a reader who needs no text back."""
+        place, _, _ = self.push(place, text)
+        return place._replace(held=place.held.lstrip()) if place.part is Part.START else place
+
+    def splitter(self, inside: bool) -> "Splitter":
+        """A splitter of one output's text. inside: whether the prompt has opened a thought."""
+        return Splitter(self, inside)
+
+    def border(self, inside: bool) -> "Border":
+        """A follower of one output's tokens. inside: whether the prompt has opened a thought."""
+        return Border(self, inside)
+
+    def rest(self, place: Place) -> tuple[str, str]:
+        """The (thought, answer) of the text held back, at the end of an output."""
+        return self._sides(place.part, place.held)
+
+    @staticmethod
+    def _sides(part: Part, text: str) -> tuple[str, str]:
+        return (text, "") if part is Part.THOUGHT else ("", text)
+
+
+def _begun(end: str, text: str) -> int:
+    """The number of characters at the end of a text that may grow to a tag."""
+    return next((n for n in range(len(end) - 1, 0, -1) if text.endswith(end[:n])), 0)
+
+
+class Splitter:
+    """Splits growing text without calls; tags are never shown. One object per completion."""
+
+    def __init__(self, thoughts: Thoughts, inside: bool) -> None:
+        """inside: whether the prompt has opened a thought."""
+        self._thoughts, self._place = thoughts, thoughts.begin(inside)
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Take text; return the new (thought, answer) that may be shown."""
+        self._place, thought, answer = self._thoughts.push(self._place, text)
+        return thought, answer
+
+    def flush(self) -> tuple[str, str]:
+        """Return (thought, answer) of the text held back, at the end."""
+        rest, self._place = self._thoughts.rest(self._place), self._place._replace(held="")
+        return rest
+
+    def call(self) -> tuple[str, str]:
+        """Return the text held back, as a call begins, which ends a thought. A later end tag is not shown."""
+        shown, part = self.flush(), self._place.part
+        self._place = Place(Part.CALLED if part in (Part.THOUGHT, Part.CALLED) else Part.ANSWER)
+        return shown
+
+
+class Border:
+    """Follows the tokens of one output up to the end of its thought.
+
+    Attributes:
+        count: number of tokens up to there, with the tokens of both tags; so far, or 0 without a thought.
+    """
+
+    def __init__(self, thoughts: Thoughts, inside: bool) -> None:
+        """inside: whether the prompt has opened a thought."""
+        self._thoughts, self._place = thoughts, thoughts.begin(inside)
+        self._seen = self.count = 0
+
+    @property
+    def inside(self) -> bool:
+        """Whether the next token belongs to the thought."""
+        return self._place.part is Part.THOUGHT
+
+    def push(self, token: str, shown: str = "") -> tuple[str, str]:
+        """Take a token's text; return the parts in the thought and behind it of the text ``shown`` for it."""
+        was = self._place.part
+        if was is Part.ANSWER:
+            return "", shown
+        self._place, _, answer = self._thoughts.push(self._place, token)
+        self._seen += 1
+        if self.inside:
+            self.count = self._seen
+            return shown, ""
+        self._place = self._thoughts.after(self._place, "")
+        if was is not Part.THOUGHT:
+            return "", shown
+        self.count = self._seen
+        cut = max(len(shown) - len(answer), 0)
+        return shown[:cut], shown[cut:]
