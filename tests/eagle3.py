@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.checkpoint.folder import open_folder
+from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.model import draft_module, trunk
 from mtp_jax.model.backend import xla
 from mtp_jax.model.config import ModelConfig
@@ -62,3 +64,8 @@ def of_head(params: Params, logits: Any) -> np.ndarray:
     ids, found = np.arange(len(offset)) + offset, np.asarray(logits)
     assert np.isneginf(np.delete(found, ids, axis=-1)).all()
     return found[:, ids]
+
+
+def tensors(variant: str) -> dict[str, Tensor]:
+    """The head's tensors as its file has them."""
+    return open_folder(model_dir(variant, "draft")).tensors

@@ -132,7 +132,7 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
     """
     raw = read_json(folder.path / "config.json")
     try:
-        if is_head(raw):
+        if is_head(raw, folder.tensors):
             tensors = head_tensors(folder, raw)
             head = head_config(raw, cfg, tensors, captures)
             check_ids(tensors, cfg.vocab_size)

@@ -1,6 +1,7 @@
 """Draft heads in the dialects of their trainers and of speculators: config.json, names of tensors."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +27,9 @@ _LAYER = re.compile(r"(?:midlayer|layers\.(\d{1,9}))\.(.+)")
 _IDS, _CHOSEN, _EMBED, _OUT = (
     f"{DRAFT_HEAD}.{name}" for name in ("d2t", "t2d", "embed_tokens.weight", "lm_head.weight")
 )
+_FUSE, _OF_EAGLE3, _OF_BLOCKS = "fc.weight", "layers.0.hidden_norm.weight", "hidden_norm.weight"
+# Every step computes a block whole, however few drafts are wanted: 16 times DFlash's block of 16.
+_MOST_BLOCK = 256
 _ALIASES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _OF_GQA = ("num_key_value_heads", "head_dim", "attention_bias")
 _OF_BOTH = (
@@ -39,16 +43,39 @@ _OF_FILES = {"eos_token_ids": (), "dtype": "bfloat16", "fp8": False, "fp4": Fals
 _NEUTRAL = {"output_multiplier": 1, "input_embedding_scale": 1, "final_logit_softcapping": None}
 
 
-def is_head(raw: JsonObject) -> bool:
-    """Whether a config.json is that of a draft head. Raises ConfigError for a head of an unknown kind."""
-    kinds = _kinds(raw)
+def is_head(raw: JsonObject, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a folder is that of a draft head: its tensors say so, or config.json.
+
+    Trainers also publish heads under the architecture of a plain model, such as ``LlamaForCausalLM``. Raises
+    ConfigError for a head of an unknown kind.
+    """
+    kinds, known = (
+        _kinds(raw),
+        "expected a head of EAGLE-3, DFlash, DFlash2 or DSpark, Medusa heads, or NextN layers",
+    )
     for kind in kinds:
         if why := next((why for mark, why in _OTHERS.items() if mark in kind), None):
-            raise ConfigError(
-                f"config.json says {kind!r:.80}: {why}; expected a head of EAGLE-3, DFlash, "
-                "DFlash2 or DSpark, Medusa heads, or NextN layers"
-            )
-    return is_medusa(raw) or any(mark in kind for kind in kinds for mark in (_EAGLE3, *_BLOCKS))
+            raise ConfigError(f"config.json says {kind!r:.80}: {why}; {known}")
+    short = {_short(name): tensor for name, tensor in tensors.items()}
+    fuse = short.get(_FUSE)
+    if (
+        fuse is not None
+        and fuse.shape[1:] == (2 * fuse.shape[0],)
+        and not {_OF_EAGLE3, _OF_BLOCKS} & {*short}
+    ):
+        raise ConfigError(
+            f"{fuse} is {list(fuse.shape)}, and there is no hidden_norm: a head of EAGLE-1 or EAGLE-2, which "
+            f"is not supported; {known}"
+        )
+    says = any(mark in kind for kind in kinds for mark in (_EAGLE3, *_BLOCKS))
+    return is_medusa(raw) or fuse is not None or says
+
+
+def _is_block(raw: JsonObject, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a head drafts blocks: it has a norm of contexts, and no norm of hidden states in its layer."""
+    marks = {name for name in (_OF_EAGLE3, _OF_BLOCKS) if f"{DRAFT_HEAD}.{name}" in tensors}
+    said = any(mark in kind for kind in _kinds(raw) for mark in _BLOCKS)
+    return marks == {_OF_BLOCKS} if marks else said
 
 
 def _kinds(raw: JsonObject) -> list[str]:
@@ -74,26 +101,38 @@ def head_config(
     said = {k: v for d in (*nested, raw) for k, v in d.items() if v is not None}
     width = layer.get("hidden_size")
     for name, got, wanted in (
-        ("vocab_size", layer.get("vocab_size"), cfg.vocab_size),
-        ("target_hidden_size", said.get("target_hidden_size", width), cfg.hidden_size),
-        ("num_target_layers", said.get("num_target_layers", cfg.num_hidden_layers), cfg.num_hidden_layers),
+        ("vocab_size", _rows(tensors, _EMBED, _CHOSEN), cfg.vocab_size),
+        ("target_hidden_size", said.get("target_hidden_size"), cfg.hidden_size),
+        ("num_target_layers", said.get("num_target_layers"), cfg.num_hidden_layers),
     ):
-        if got != wanted:
+        if got not in (None, wanted):
             raise ConfigError(f"the head is made for {name} = {got!r:.80}, the model has {wanted}")
-    blocks = any(mark in kind for kind in _kinds(raw) for mark in _BLOCKS)
-    vocabulary = said.get("draft_vocab_size", cfg.vocab_size)
+    blocks = _is_block(raw, tensors)
+    # A head without a table drafts by the trunk's; config.json often has the vocabulary of another model.
+    declared = cfg.vocab_size if tensors else said.get("draft_vocab_size", cfg.vocab_size)
+    vocabulary = _rows(tensors, _OUT, _IDS) or declared
     maps = _IDS in tensors or vocabulary != cfg.vocab_size
-    embeds = _EMBED in tensors or width != cfg.hidden_size
-    find = _block_head if blocks else _eagle3
-    head = find(said, _layer_config(layer, vocabulary, blocks), cfg.num_hidden_layers, captures)
-    if isinstance(head, BlockConfig):
-        if head.mask >= cfg.vocab_size:
-            raise ConfigError(
-                f"mask_token_id = {head.mask} of a head; expected a token of the model, 0 to "
-                f"{cfg.vocab_size - 1}"
-            )
-        head = replace(head, heads=maps or width != cfg.hidden_size or _OUT in tensors)
-    return replace(head, maps=maps, embeds=embeds)
+    narrower = width != cfg.hidden_size
+    sizes = _layer_config(layer, vocabulary, blocks, _layers(tensors))
+    head = (_block_head if blocks else _eagle3)(said, sizes, cfg.num_hidden_layers, captures)
+    if isinstance(head, BlockConfig) and head.mask >= cfg.vocab_size:
+        raise ConfigError(
+            f"mask_token_id = {head.mask} of a head; expected a token of the model, 0 to {cfg.vocab_size - 1}"
+        )
+    own = maps or narrower or _OUT in tensors or not (blocks or tensors)
+    return replace(head, maps=maps, embeds=narrower or _EMBED in tensors, heads=own)
+
+
+def _rows(tensors: Mapping[str, Tensor], *names: str) -> int | None:
+    """Rows of the first of these tables that is there."""
+    found = (tensors[name].shape for name in names if name in tensors)
+    return next((shape[0] for shape in found if shape), None)
+
+
+def _layers(tensors: Mapping[str, Tensor]) -> int | None:
+    """The number of layers that a head's tensors are of; None without any."""
+    matches = (_LAYER.fullmatch(name.removeprefix(f"{DRAFT_HEAD}.")) for name in tensors)
+    return len({int(match[1] or 0) for match in matches if match}) or None
 
 
 def _flag(said: JsonObject, name: str, default: bool = False) -> bool:
@@ -107,7 +146,7 @@ def _eagle3(said: JsonObject, layer: ModelConfig, layers: int, captures: Capture
     if said.get("use_aux_hidden_state", True) is not True:
         raise ConfigError("use_aux_hidden_state = false is not supported; expected a head that reads taps")
     if layer.num_hidden_layers != 1:
-        raise ConfigError(f"num_hidden_layers = {layer.num_hidden_layers} of an EAGLE-3 head; expected 1")
+        raise ConfigError(f"an EAGLE-3 head of {layer.num_hidden_layers} layers is not supported; expected 1")
     key = "eagle_aux_hidden_state_layer_ids"
     if said.get(key) is None:  # EAGLE's own three: inputs of layers near the start, in the middle, at the end
         said, captures = {**said, key: [2, layers // 2, layers - 3]}, "inputs"
@@ -156,7 +195,7 @@ def _block_head(said: JsonObject, layers: ModelConfig, trunk: int, captures: Cap
     return BlockConfig(
         layers=layers,
         taps=_taps(said, key, trunk, captures or "outputs"),
-        block=whole("block_size", 1 if anchored else 2),
+        block=whole("block_size", 1 if anchored else 2, _MOST_BLOCK),
         mask=whole("mask_token_id", 0),
         anchored=anchored,
         convolution=convolution,
@@ -186,7 +225,7 @@ def stages_config(raw: JsonObject, cfg: ModelConfig, count: int) -> StagesConfig
     return StagesConfig(
         layers=layers,
         taps=_taps(raw, "dspark_target_layer_ids", cfg.num_hidden_layers, "outputs"),
-        block=_whole(raw, "dspark_block_size"),
+        block=_whole(raw, "dspark_block_size", 1, _MOST_BLOCK),
         mask=_whole(raw, "dspark_noise_token_id", 0, cfg.vocab_size - 1),
         anchored=True,
         markov=_whole(raw, "dspark_markov_rank"),
@@ -216,11 +255,14 @@ def _taps(said: JsonObject, key: str, layers: int, captures: Captures) -> tuple[
     return taps
 
 
-def _layer_config(layer: JsonObject, vocabulary: object, normed: bool) -> ModelConfig:
-    """The head's layers as a dense model: of MLA as in DeepSeek-V3, or of GQA, normed as in Qwen3 or not."""
+def _layer_config(layer: JsonObject, vocabulary: object, blocks: bool, held: int | None) -> ModelConfig:
+    """The head's layers as a dense model: of MLA as in DeepSeek-V3, or of GQA, normed as in Qwen3 or not.
+
+    blocks: whether the head drafts blocks. held: layers in its file; None: no tensor is known.
+    """
     kinds = layer.get("layer_types") or []
     sliding = layer.get("use_sliding_window") or layer.get("sliding_window_non_causal")
-    if sliding or not isinstance(kinds, list) or {*kinds} - {"full_attention"}:
+    if sliding or not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ConfigError("a head with a sliding window is not supported; expected full attention")
     mla = layer.get("kv_lora_rank") is not None
     keys = _OF_BOTH if mla else (*_OF_BOTH, *_OF_GQA)
@@ -230,9 +272,14 @@ def _layer_config(layer: JsonObject, vocabulary: object, normed: bool) -> ModelC
         if "head_dim" not in sizes and type(heads) is int and heads > 0 and type(width) is int:
             sizes["head_dim"] = width // heads
         sizes = {"num_key_value_heads": heads, "attention_bias": False, **sizes}
-        sizes |= {"partial_rotary_factor": 1, "use_qk_norm": normed}
+        sizes |= {"partial_rotary_factor": 1, "use_qk_norm": blocks}
     kind = "deepseek_v3" if mla else "glm4_moe"
-    sizes.setdefault("num_hidden_layers", 1)
+    declared = sizes.setdefault("num_hidden_layers", held or 1)
+    if blocks and held not in (None, declared):
+        raise ConfigError(
+            f"num_hidden_layers = {declared!r:.80} of a head, whose file has {held}; expected {held}"
+        )
+    sizes["num_hidden_layers"] = held or declared  # EAGLE-3's often is that of a model that it was made of
     return ModelConfig.from_dict({**sizes, "model_type": kind, "vocab_size": vocabulary})
 
 
@@ -242,12 +289,7 @@ def head_tensors(folder: Folder, raw: JsonObject) -> dict[str, Tensor]:
     medusa = is_medusa(raw)
     single = not any("fc_norm.1." in name for name in folder.tensors)
     for name, tensor in folder.tensors.items():
-        short = name.removeprefix("model.")
-        for alias, known in _ALIASES.items():
-            short = short.replace(alias, known)
-        short = medusa_name(short) if medusa else short
-        match = _LAYER.fullmatch(short)
-        short = f"layers.{match[1] or 0}.{match[2]}" if match else short
+        short = _short(name, medusa)
         if single:  # one norm of one tap is the norm of all taps
             short = short.replace("fc_norm.0.", "input_norm.")
         new = f"{DRAFT_HEAD}.{short}"
@@ -255,6 +297,20 @@ def head_tensors(folder: Folder, raw: JsonObject) -> dict[str, Tensor]:
             raise CheckpointError(f"{tensor} is also there as {found[new].name}; expected one of them")
         found[new] = tensor
     return found
+
+
+def _short(name: str, medusa: bool = False) -> str:
+    """A tensor's name in a head's folder, in the dialect of ``specs``."""
+    short = name.removeprefix("model.")
+    for alias, known in _ALIASES.items():
+        short = short.replace(alias, known)
+    if medusa:
+        return medusa_name(short)
+    match = _LAYER.fullmatch(short)
+    if not match:
+        return short
+    own = match[2].replace("_proj.scale", "_proj.weight_scale_inv")  # as ``spec.scale_name`` has V4's layers
+    return f"layers.{match[1] or 0}.{own}"
 
 
 def check_ids(tensors: dict[str, Tensor], vocabulary: int) -> None:

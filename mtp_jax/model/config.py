@@ -153,6 +153,8 @@ class ModelConfig:
         out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
         if self.rope_scaling:
             yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
+            if self.rope_scaling.truncate:
+                del yarn["truncate"]
             out["rope_scaling"] = {"type": "yarn"} | yarn
         out["nextn_moe"] = list(self.nextn_moe)
         return out
@@ -243,8 +245,9 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on attention scores, YaRN's part included."""
-        return self.qk_head_dim**-0.5 * (self.rope_scaling.softmax_factor if self.rope_scaling else 1.0)
+        """Factor on attention scores, YaRN's part included, which MLA alone has."""
+        yarn = None if self.gqa else self.rope_scaling
+        return self.qk_head_dim**-0.5 * (yarn.softmax_factor if yarn else 1.0)
 
     def is_moe(self, layer: int) -> bool:
         """Whether trunk layer ``layer`` has an MoE block (first_k_dense_replace, moe_layer_freq)."""
@@ -356,7 +359,7 @@ def _check(c: ModelConfig) -> None:
     need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
     if c.gqa:
         c.gqa.check(c.num_attention_heads)
-        for name in (*OF_MLA, "q_lora_rank", "indexer", "rope_scaling", "rope_interleave"):
+        for name in (*OF_MLA, "q_lora_rank", "indexer", "rope_interleave"):
             if getattr(c, name):
                 raise ConfigError(
                     f"{name} = {getattr(c, name)!r:.200} is not supported with grouped-query attention; "

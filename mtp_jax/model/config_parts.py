@@ -43,6 +43,7 @@ class YarnConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
+    truncate: bool = True  # the blend begins and ends at whole channels
 
     def _mscale(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0

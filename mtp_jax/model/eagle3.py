@@ -88,7 +88,7 @@ class Eagle3Head:
         """Logits of the head's vocabulary, each at its token's id, and -inf elsewhere."""
         p = _of(params)
         z = z if self.head.normed_output else rms_norm(z, p.norm, self.cfg.rms_norm_eps)
-        own = self.head.logit_scale * on.products.head(z, p.head)
+        own = self.head.logit_scale * on.products.head(z, params.table if p.head is None else p.head)
         if p.target_offset is None:
             return own
         ids = jnp.arange(own.shape[-1]) + p.target_offset

@@ -24,6 +24,7 @@ class Eagle3Config(HeadConfig):
             state before it.
         normed_residual: ``norm_before_residual``: whether the layer adds to the hidden state after its norm.
         logit_scale: factor of the head's logits.
+        heads: whether it has an output table of its own.
     """
 
     trees = "grown"
@@ -32,6 +33,7 @@ class Eagle3Config(HeadConfig):
     normed_output: bool = False
     normed_residual: bool = False
     logit_scale: float = 1.0
+    heads: bool = True
 
     @property
     def name(self) -> str:

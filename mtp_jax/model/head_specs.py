@@ -13,7 +13,8 @@ from mtp_jax.model.v4_specs import HyperHead, hyper_head, v4_block, whole
 class Eagle3:
     """An EAGLE-3 head (arXiv 2503.01840, section 3.1) for a trunk of width D, itself of width d.
 
-    ``embed`` is None where the trunk's serves, ``target_offset`` where head and trunk have one vocabulary.
+    ``embed`` and ``head`` are None where the trunk's serve, ``target_offset`` where head and trunk have one
+    vocabulary.
     """
 
     tap_norms: tuple[Weight, ...]  # [D] of every tap, [taps * D] of all, or none
@@ -162,7 +163,7 @@ def _eagle3(cfg: ModelConfig, e: Eagle3Config) -> Eagle3:
         hidden_norm=norm(f"{p}.hidden_norm.weight", d),
         layer=block(e.layer, p, moe=False, indexes=False, inputs=2 * d),
         norm=norm(f"{DRAFT_HEAD}.norm.weight", d),
-        head=table(f"{DRAFT_HEAD}.lm_head.weight", e.layer),
+        head=table(f"{DRAFT_HEAD}.lm_head.weight", e.layer) if e.heads else None,
         embed=_own_embedding(cfg, e, e.layer),
         target_offset=_target_offset(e, e.layer),
     )

@@ -265,16 +265,15 @@ def _yarn(raw: JsonObject, scaling: JsonObject) -> JsonObject | None:
         return None
     if kind != "yarn":
         raise ConfigError(f"rope scaling {kind!r} is not supported; expected 'yarn' or null")
-    if scaling.get("truncate") is False:
-        raise ConfigError(
-            "yarn rope scaling with truncate = false is not supported; expected true or no such key"
-        )
+    truncate = scaling.get("truncate", True)
+    if type(truncate) is not bool:
+        raise ConfigError(f"yarn rope scaling with truncate = {truncate!r:.80}; expected true or false")
     names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
     values = {name: _number(name, scaling[name]) for name in names if scaling.get(name) is not None}
     if "factor" not in values:
         raise ConfigError(f"yarn rope scaling has no factor: {scaling!r:.200}")
     original = scaling.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
-    return {"original_max_position_embeddings": original, **values}
+    return {"original_max_position_embeddings": original, "truncate": truncate, **values}
 
 
 def _number(name: str, value: object) -> float:

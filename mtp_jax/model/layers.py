@@ -28,8 +28,9 @@ def _frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Float[Arra
         wavelength = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dims * math.log(wavelength) / (2 * math.log(theta))
 
-    low = max(math.floor(dim_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(dim_of(yarn.beta_slow)), dims - 1)
+    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+    low, high = (math.floor(low), math.ceil(high)) if yarn.truncate else (low, high)
+    low, high = max(low, 0), min(high, dims - 1)
     ramp = jnp.clip((i - low) / max(high - low, 0.001), 0, 1)
     return inv / yarn.factor * ramp + inv * (1 - ramp)
 

@@ -139,13 +139,13 @@ def test_a_head_takes_the_place_of_nextn_layers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 81}, "vocab_size = 81, the model has 80"),
         ({"target_hidden_size": 48}, "target_hidden_size = 48, the model has 40"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 7]}}, r"\[2, 3, 7\], inputs of layers"),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states = 4, but .* names 3"),
         ({"fc_norm": True, "norm_before_fc": True}, "expected one of them at most"),
         ({"norm_output": "yes"}, "norm_output = 'yes'; expected true or false"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers = 2 of an EAGLE-3 head; expected 1"),
+        ({"layer_types": [[]]}, "a head with a sliding window is not supported; expected full attention"),
+        ({"layer_types": ["full_attention", {}]}, "expected full attention"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope scaling 'llama3' is not supported"),
         ({"use_sliding_window": True}, "sliding window"),
         ({"logit_scale": 0}, "logit_scale = 0; expected a positive number"),
@@ -216,7 +216,10 @@ def test_names_and_keys_of_a_block_drafter_in_other_dialects(tmp_path: Path):
     [
         ({"dflash_config": {"mask_token_id": 79, "target_layer_ids": [1, 3, 6]}}, r"\[1, 3, 6\], outputs of"),
         ({"num_target_layers": 7}, "num_target_layers = 7, the model has 6"),
-        ({"block_size": 1}, "block_size = 1; expected a whole number from 2"),
+        ({"block_size": 1}, "block_size = 1; expected a whole number from 2 to 256"),
+        ({"block_size": 100_000}, "block_size = 100000; expected a whole number from 2 to 256"),
+        ({"num_hidden_layers": 65_536}, "num_hidden_layers = 65536 of a head, whose file has 2; expected 2"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers = 1 of a head, whose file has 2; expected 2"),
         ({"mask_token_id": -1}, "mask_token_id = -1; expected a whole number from 0"),
         ({"mask_token_id": 80}, "mask_token_id = 80 of a head; expected a token of the model, 0 to 79"),
         ({"projector_type": "domino"}, "Domino projectors are not supported"),

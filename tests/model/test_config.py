@@ -276,7 +276,7 @@ REFUSED = [
     ({"quantization_config": FP8 | {"weight_block_size": 128}}, "weight_block_size 128"),
     ({"rope_scaling": YARN | {"factor": 0.5}}, "expected factor >= 1"),
     ({"rope_scaling": YARN | {"beta_slow": 64}}, "expected factor >= 1 and beta_fast >= beta_slow > 0"),
-    ({"rope_scaling": YARN | {"truncate": False}}, "truncate = false is not supported"),
+    ({"rope_scaling": YARN | {"truncate": 0}}, "truncate = 0; expected true or false"),
     ({"torch_dtype": "int8"}, "dtype 'int8' is not supported; expected float32, bfloat16 or float16"),
     (
         {"quantization": {"bits": 4, "group_size": 64}, "quantization_config": {"bits": 4, "group_size": 64}},

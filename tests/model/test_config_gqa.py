@@ -80,10 +80,6 @@ REFUSED = [
     ({"use_qk_norm": 1}, "use_qk_norm = 1; expected true or false"),
     ({"attention_bias": "yes"}, "attention_bias = 'yes'; expected true or false"),
     ({"rope_interleave": True}, "rope_interleave = True is not supported with grouped-query"),
-    (
-        {"rope_scaling": {"type": "yarn", "factor": 40}},
-        "with grouped-query attention; expected no such key",
-    ),
     ({"kv_lora_rank": 512}, "kv_lora_rank = 512 is not supported with grouped-query attention"),
     ({"q_lora_rank": 512}, "q_lora_rank = 512 is not supported with grouped-query attention"),
     (
