@@ -40,6 +40,7 @@ _SUBJECTS = {
         "api_keys",
         "admin_key",
         "insecure_no_auth",
+        "open_metrics",
         "allowed_hosts",
         "allowed_origins",
     ),

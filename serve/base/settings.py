@@ -57,6 +57,7 @@ class Settings:
         metavar="KEY",
     )
     insecure_no_auth: bool = option(False, "let other computers connect without a key")
+    open_metrics: bool = option(False, "let /metrics be read without a key")
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Host header to answer instead of the loopback names, or of any if bound to other addresses",

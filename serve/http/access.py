@@ -14,6 +14,7 @@ from serve.routes.page import PATHS as PAGE_PATHS
 
 # Paths of probes, which send no key.
 OPEN_PATHS = ("/health", "/ping", "/ready")
+METRICS_PATH = "/metrics"
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MOST_HEADER_BYTES = 16 * 1024
 
@@ -36,7 +37,7 @@ class Headers:
 
 
 class Access:
-    """The rules. Probes are open, the page needs no key."""
+    """The rules. Probes are open, the page needs no key, nor do metrics where the operator says so."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -64,7 +65,9 @@ class Access:
                 f"{host[:100]!a}; a proxy must pass the Host on, or the server allow the origin "
                 "(--allowed-origin)",
             )
-        public = reads and path in PAGE_PATHS  # where the key is entered
+        # The page is where the key is entered.
+        open_too = path == METRICS_PATH and self._settings.open_metrics
+        public = reads and (path in PAGE_PATHS or open_too)
         if self._keys and not public and not _knows(headers, self._keys + self._admin):
             return _no_key("a valid API key")
         if path in ADMIN_PATHS:

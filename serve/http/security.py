@@ -8,12 +8,12 @@ from serve.base.errors import ApiError, as_api_error
 from serve.base.ids import new_id
 from serve.base.sse import abort_streams
 from serve.base.state import Server
-from serve.http.access import OPEN_PATHS, Access, Headers, bounded
+from serve.http.access import METRICS_PATH, OPEN_PATHS, Access, Headers, bounded
 from serve.routes.page import PATHS as PAGE_PATHS
 from serve.watch.access_log import log_request, record_of
 
 # Paths that monitors request every few seconds, and of which the page loads a dozen at a time.
-_ASKED_OFTEN = (*OPEN_PATHS, "/metrics", *PAGE_PATHS)
+_ASKED_OFTEN = (*OPEN_PATHS, METRICS_PATH, *PAGE_PATHS)
 _FIRST_ERROR = 400  # status of HTTP
 # Paths that a full queue refuses unread.
 _QUEUED = (

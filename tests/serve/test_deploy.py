@@ -20,6 +20,7 @@ from tests.serve.helpers import NAME
 ROOT = Path(serve.__file__).parent.parent
 DEPLOY = ROOT / "serve" / "deploy"
 DOCS = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+IMAGE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 DRAIN = 30 + 6  # the default of --drain-seconds, and what run.py adds
 
 
@@ -30,8 +31,7 @@ def read(name: str) -> Any:
 
 def entry() -> list[str]:
     """The command of the image."""
-    lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
-    (line,) = [line for line in lines if line.startswith("ENTRYPOINT ")]
+    (line,) = [line for line in IMAGE.splitlines() if line.startswith("ENTRYPOINT ")]
     program, *arguments = json.loads(line.removeprefix("ENTRYPOINT "))
     assert program.endswith("/bin/mtp-jax")
     return arguments
@@ -42,9 +42,10 @@ def test_the_image_starts_a_server_and_copies_what_there_is():
     assert (args.host, args.compile_cache, args.model) == ("0.0.0.0", Path("/cache"), Path("/model"))
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert all((ROOT / line[1:]).exists() for line in ignored if line.startswith("!"))
-    text = (DEPLOY / "Dockerfile").read_text()
-    assert "USER 10001" in text
-    assert "/health" in text
+    assert "USER 10001" in IMAGE
+    assert "/health" in IMAGE
+    for shell in ("ENV PATH=/app/bin:$PATH", "'PATH=/app/bin:$PATH' > /etc/profile.d/"):
+        assert shell in IMAGE
 
 
 class Unit(configparser.ConfigParser):
@@ -79,6 +80,11 @@ def test_kubernetes():
     assert (port["targetPort"], container["ports"][0]["containerPort"]) == ("http", 8000)
     annotations = deployment["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/path"] in app._GET
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    assert mounts["cache"] == entry()[entry().index("--compile-cache") + 1]
+    probe = container["startupProbe"]
+    assert f"--start-period={probe['periodSeconds'] * probe['failureThreshold']}s" in IMAGE
 
 
 def test_compose_mounts_files_that_exist():
@@ -87,7 +93,10 @@ def test_compose_mounts_files_that_exist():
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
             assert source in compose["volumes"] if "/" not in source else (DEPLOY / source).exists()
-    (scrape,) = read("prometheus.yml")["scrape_configs"]
+    prometheus = read("prometheus.yml")
+    (scrape,) = prometheus["scrape_configs"]
+    mounted = {line.split(":")[1] for line in compose["services"]["prometheus"]["volumes"]}
+    assert {f"/etc/prometheus/{name}" for name in (*prometheus["rule_files"], "prometheus.yml")} == mounted
     assert scrape["metrics_path"] in app._GET
     assert scrape["static_configs"][0]["targets"] == ["mtp-jax:8000"]
     assert scrape["authorization"]["credentials_file"] in str(compose["services"]["prometheus"]["command"])
@@ -107,3 +116,15 @@ def test_the_page_names_flags_and_metrics_that_exist(capsys):
     assert NAME.findall(DOCS)
     assert not [name for name in NAME.findall(DOCS) if name.removesuffix("_total") not in code]
     assert Settings("m").drain_seconds + 6 == DRAIN
+
+
+def test_services_that_may_be_applied_together_have_names_of_their_own():
+    folders = DEPLOY, ROOT / "configs" / "kubernetes"
+    found = [
+        (document["kind"], document["metadata"]["name"])
+        for path in (path for folder in folders for path in folder.glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+        if document.get("kind") == "Service"
+    ]
+    assert len(found) >= 3
+    assert len({*found}) == len(found)

@@ -6,11 +6,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import serve
 from tests.serve.helpers import NAME, still_metrics
 
+ALERTS = Path(serve.__file__).parent / "deploy" / "alerts.yml"
 DASHBOARD = Path(serve.__file__).parent / "grafana" / "mtp-jax.json"
 
 
@@ -49,6 +51,18 @@ def test_every_query_is_answered_by_the_metrics(dashboard, labels):
     for query in queries:
         assert query.count("(") == query.count(")")
         assert query.count("{") == query.count("}") == query.count('model_name=~"$model"')
+
+
+def test_every_alarm_asks_for_metrics_that_there_are(labels):
+    (group,) = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    rules = group["rules"]
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 5
+    for rule in rules:
+        assert NAME.search(rule["expr"])
+        assert unknown(rule["expr"], labels) == []
+        assert rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert re.fullmatch(r"[0-9]+m", rule.get("for", "0m"))
 
 
 def test_variables_and_legends_exist(dashboard, labels):

@@ -119,6 +119,15 @@ def test_every_route_but_probes_needs_a_key(server: Running, method):
         assert locked.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+def test_metrics_are_open_where_the_operator_says_so(server: Running):
+    locked = server.variant(api_keys=("secret",), open_metrics=True)
+    assert locked.get("/metrics").status_code == 200
+    assert locked.request("POST", "/metrics").status_code == 401
+    for path in ("/v1/models", "/load", "/metrics/", "/METRICS"):
+        assert locked.get(path).status_code == 401
+    assert server.variant(open_metrics=True, admin_key="a", api_keys=("b",)).get("/load").status_code == 401
+
+
 def test_keys_are_compared_in_constant_time(server: Running, monkeypatch):
     compared: list[bytes] = []
     compare = hmac.compare_digest
