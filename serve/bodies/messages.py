@@ -197,7 +197,7 @@ class _Message(Body):
                 yield from block.tool_changes or ()
 
     def unread(self, path: str) -> Iterator[str]:
-        """Paths of blocks, also of those in results of tools, that the model does not see."""
+        """Paths of blocks, also within results of tools, that the model does not see."""
         yield from unread(self.content, path)
         for i, block in enumerate(self.blocks):
             if isinstance(block, _ToolResultBlock):

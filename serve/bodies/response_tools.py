@@ -1,4 +1,4 @@
-"""Tools of /v1/responses, in OpenAI's shapes: those that the client runs, wherever a request has them."""
+"""Tools of /v1/responses, in OpenAI's shapes, wherever a request has them, and the choice of some."""
 
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal

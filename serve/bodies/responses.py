@@ -133,7 +133,7 @@ class _OwnResultItem(Body):
 
 
 class _ToolsItem(Body):
-    """Tools that may be called from here on: those that the client adds, or those that a search found."""
+    """Tools that may be called from here on, as the client adds them or a search found them."""
 
     type: Literal["additional_tools", "tool_search_output"]
     call_id: Name | None = None

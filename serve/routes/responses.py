@@ -83,9 +83,9 @@ class _Responses(AssistantCall):
         elif change.what == "grow":
             yield self._event(f"response.{name}.delta", delta=change.text, **logprobs, **of)
         else:
-            done = {key: block.text} | (
-                {"name": self._tools.identity(block.name).name} if block.kind == "call" else {}
-            )
+            done = {key: block.text}
+            if block.kind == "call":
+                done["name"] = self._tools.identity(block.name).name
             yield self._event(f"response.{name}.done", **done, **logprobs, **of)
             if not called:
                 yield self._event("response.content_part.done", part=_part(block, block.text), **of)
