@@ -16,8 +16,9 @@ class CompletionOutput:
         text: detokenised; empty without a tokenizer.
         token_ids: emitted tokens, a final stop token included.
         num_tokens: number of tokens; in a delta, tokens of earlier deltas count too.
-        finish_reason: "stop", "length", "abort", "timeout", "error" (the model produced NaN, or a structured
-            output grew too complex to go on); None: it runs.
+        finish_reason: "stop", "length", "abort", "timeout", "no_token" (the request's options together left
+            no token), "error" (the model produced NaN, or a structured output grew too complex to go on);
+            None: it runs.
         logprobs: per token, if asked for: the chosen token first, then the most likely tokens.
         token_texts: text that each token added to ``text``; text held back comes with a later token.
             With deltas, text still held back at the end appears in ``text`` only, not in ``token_texts``.

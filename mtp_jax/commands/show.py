@@ -3,6 +3,7 @@
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -117,13 +118,19 @@ def totals(outputs: "list[RequestOutput]", seconds: float) -> str:
 
 def failed(outputs: "list[RequestOutput]") -> int:
     """Report the number of completions that ended with an error. Returns the exit status, 1 if any did."""
-    errors = sum(c.finish_reason == "error" for output in outputs for c in output.outputs)
+    ends = Counter(c.finish_reason for output in outputs for c in output.outputs)
+    errors, stuck = ends["error"], ends["no_token"]
+    if stuck:
+        note(
+            f"error: {stuck} of {ends.total()} completions failed: structured output, --allowed-token-ids, "
+            "--bad-word and --min-tokens together left no token to go on with"
+        )
     if errors:
         note(
-            f"error: {errors} of {sum(len(o.outputs) for o in outputs)} completions failed: the model's "
+            f"error: {errors} of {ends.total()} completions failed: the model's "
             "numbers were not finite, or structured output grew too complex"
         )
-    return 1 if errors else 0
+    return 1 if errors or stuck else 0
 
 
 def decode_rate(output: "RequestOutput") -> float:

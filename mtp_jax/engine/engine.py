@@ -31,6 +31,7 @@ from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
 from mtp_jax.engine.buckets import Buckets, Prompts
 from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.dead_end import NO_TOKEN, look_ahead
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.request import Request, Terms
@@ -372,7 +373,8 @@ class Engine:
                 advanced.append(request)
                 if request.constraints and finish is Finish.RUNNING:
                     request.constraints.advance(tokens[:count])
-            if finish is Finish.NAN:
+            reason = self._reason(request, finish, tokens[:count])
+            if reason == _REASONS[Finish.NAN]:
                 self.scheduler.broken(request)
             else:
                 self.scheduler.committed(request, launch.complete_rows(row, request))
@@ -381,8 +383,19 @@ class Engine:
                 own.logprobs += [read_logprobs(top, row, i, tokens[i], width) for i in range(count)]
             if finish is not Finish.RUNNING:
                 own.stop_reason = self._stop_token(request) if finish is Finish.STOP else None
-                self._finish(request, _REASONS[finish])
+                self._finish(request, reason)
         return advanced
+
+    def _reason(self, request: Request, finish: Finish, tokens: Sequence[int]) -> str:
+        """The reason of an end. A row without a distribution may be one whose tokens are all masked."""
+        own = request.constraints
+        if finish is not Finish.NAN or own is None:
+            return _REASONS.get(finish, "")
+        own.advance(tokens)
+        emitted, vocab = len(request.progress.output), self.cfg.vocab_size
+        found = look_ahead(self.grammars, own, request.params, request.stops, vocab, emitted)
+        ends = {"complete": _REASONS[Finish.STOP], "no token": NO_TOKEN}
+        return _REASONS[finish] if own.failed else ends.get(found, _REASONS[finish])
 
     def _stop_token(self, request: Request) -> int | None:
         """The stop token that ended a request; None for the model's own end-of-sequence token."""

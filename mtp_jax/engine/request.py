@@ -100,7 +100,7 @@ class Progress:
         del self.output[tokens:], self.drafted[tokens:], self.logprobs[tokens:]
 
     def end(self, reason: str, now: float) -> None:
-        """End the output with a reason: "stop", "length", "abort", "timeout" or "error"."""
+        """End the output with a reason: "stop", "length", "abort", "timeout", "no_token" or "error"."""
         self.finish_reason, self.finished_at = reason, now
 
 

@@ -7,6 +7,7 @@ from numbers import Real
 
 from mtp_jax.decode.law import MARK
 from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.dead_end import look_ahead, options_that_mask
 from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
@@ -119,8 +120,12 @@ class InputProcessor:
         asked = params.num_speculative_tokens is not None
         seed, arrived, timeout = terms.get("seed", params.seed), terms.get("arrived"), terms.get("timeout")
         now = self._clock() if arrived is None else arrived
+        stops = self._stops(params)
         siblings: list[Request] = []
         for i in range(n):
+            constraints = self._constraints(params, ids)
+            if not i:
+                self._check_begin(params, constraints, stops)
             request = Request(
                 next(self._ids),
                 ids,
@@ -131,8 +136,8 @@ class InputProcessor:
                 len(ids) + max_tokens + spare,
                 suffix_drafts=self._suffix_drafts(params),
                 spare=spare,
-                stops=self._stops(params),
-                constraints=self._constraints(params, ids),
+                stops=stops,
+                constraints=constraints,
                 fixed_depth=not config.adaptive_depth or seeded or asked,
                 priority=terms.get("priority", 0),
                 deadline=None if timeout is None else now + timeout,
@@ -212,17 +217,39 @@ class InputProcessor:
         if p.bad_words:
             rules.append(BadWords(bad_words(p.bad_words, self.grammars.encode)))
         if p.max_thinking_tokens is not None:
-            rules.append(self._thinking_budget(p.max_thinking_tokens, self.grammars, prompt))
+            rules.append(self._thinking_budget(p, p.max_thinking_tokens, self.grammars, prompt))
         matcher = self.grammars.matcher(p.structured, self._stops(p), prompt) if p.structured else None
         return Constraints(matcher, rules)
 
-    def _thinking_budget(self, most: int, grammars: Grammars, prompt: tuple[int, ...]) -> ThinkingBudget:
+    def _check_begin(
+        self, p: SamplingParams, constraints: Constraints | None, stops: tuple[int, ...]
+    ) -> None:
+        """Raises RequestError for options that leave no first token."""
+        names = options_that_mask(p)
+        if len(names) < 2:
+            return
+        if look_ahead(self.grammars, constraints, p, stops, self.cfg.vocab_size) != "goes on":
+            raise RequestError(
+                f"{', '.join(names[:-1])} and {names[-1]} together leave no token to begin with; change one"
+            )
+
+    def _thinking_budget(
+        self, p: SamplingParams, most: int, grammars: Grammars, prompt: tuple[int, ...]
+    ) -> ThinkingBudget:
         closes, thoughts = grammars.backend.token_to_id(Thoughts.CLOSE), grammars.thoughts
         if closes is None:
             raise RequestError(
                 f"max_thinking_tokens = {most}, but {Thoughts.CLOSE} is no token of this model; leave it out"
             )
-        return ThinkingBudget(most, closes, thoughts, grammars.thinks(prompt), grammars.text)
+        inside, only = grammars.thinks(prompt), p.allowed_token_ids
+        thinks = inside or only is None or grammars.backend.token_to_id(Thoughts.OPEN) in only
+        never = only is not None and closes not in only
+        if thinks and (never or [closes] in bad_words(p.bad_words, grammars.encode)):
+            raise RequestError(
+                f"max_thinking_tokens = {most} forces {Thoughts.CLOSE}, token {closes}, which "
+                f"{'allowed_token_ids' if never else 'bad_words'} leaves out; change one of them"
+            )
+        return ThinkingBudget(most, closes, thoughts, inside, grammars.text)
 
 
 def checked_ids(prompt: Iterable[int], vocab: int) -> tuple[int, ...]:

@@ -20,6 +20,11 @@ _FAILED = (
     "this request failed: the model's numbers were not finite, or its structured output grew too complex"
 )
 
+_DEAD_END = (
+    "structured output, allowed_token_ids, bad_words, min_tokens and other options of this request together "
+    "left no token with which its output could go on; change one of them"
+)
+
 # OpenAI's clients retry requests with these statuses.
 _NOT_AGAIN = {"x-should-retry": "false"}
 
@@ -104,6 +109,8 @@ def check(outputs: Collection[RequestOutput], prompts: int) -> None:
     reasons = {c.finish_reason for c in completions}
     if "error" in reasons:
         raise ApiError(500, _FAILED, code="generation_failed", headers=_NOT_AGAIN)
+    if "no_token" in reasons:
+        raise ApiError(400, _DEAD_END, code="no_token_allowed", headers=_NOT_AGAIN)
     ended = len(outputs) == prompts and all(output.finished for output in outputs)
     if not ended or any(c.num_tokens for c in completions):
         return

@@ -167,6 +167,28 @@ def test_what_means_nothing_is_refused(options, message):
         SamplingParams(**options)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"allowed_token_ids": [40, 41], "max_thinking_tokens": 0}, "allowed_token_ids leaves out"),
+        ({"allowed_token_ids": [40, 41], "max_thinking_tokens": 9}, "allowed_token_ids leaves out"),
+        ({"bad_words": ["</think>"], "max_thinking_tokens": 9}, "bad_words leaves out"),
+    ],
+)
+def test_a_budget_that_cannot_end_a_thought_is_refused(grammars, options, says, inside):
+    """Unless no thought can begin."""
+    engine, prompt = engine_with(grammars), [*PROMPTS[0], *([OPENS] if inside else [])]
+    if inside or "bad_words" in options:
+        with pytest.raises(RequestError, match=f"forces </think>, token {CLOSES}, which {says}"):
+            engine.make_request(prompt, SamplingParams(**options))
+    else:
+        engine.make_request(prompt, SamplingParams(**options))
+        both = replace(SamplingParams(**options), allowed_token_ids=[40, OPENS])
+        with pytest.raises(RequestError, match="forces </think>"):
+            engine.make_request(prompt, both)
+
+
 def test_what_the_model_cannot_do_is_refused(grammars, tmp_path):
     engine = engine_with(None)
     for options in (SamplingParams(bad_words=["a"]), SamplingParams(max_thinking_tokens=3)):
