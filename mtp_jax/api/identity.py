@@ -24,7 +24,7 @@ class Digests:
 
 @dataclass(frozen=True)
 class NewWeights:
-    """Parameters on the host, to replace others.
+    """Parameters on the host, to replace a model's.
 
     Attributes:
         params: the parameters, without the drafter's if these stay.

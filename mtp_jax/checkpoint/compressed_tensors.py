@@ -3,7 +3,7 @@
     FP8 blocks:  X.weight, X.weight_scale                 ->  X.weight, X.weight_scale_inv, or of V4 X.scale
     MXFP4:       X.weight_packed, X.weight_scale, uint8   ->  X.weight, int8, and X.scale, ue8m0
 
-The bytes are the same. int4 (``int4``) keeps its names, as no release has others, and has X.weight_shape.
+The bytes are the same. int4 (``int4``) keeps its names, which are a release's, and has X.weight_shape.
 """
 
 from collections.abc import Mapping

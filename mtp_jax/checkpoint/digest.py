@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def folder_digest(folder: Path, weights: bool = False) -> str:
-    """Digest every tensor of a folder and all other files but hidden ones: 64 hexadecimal digits.
+    """Digest every tensor of a folder and all other files that are not hidden: 64 hexadecimal digits.
 
     weights: the tensors alone, where there are any. Raises CheckpointError.
     """
@@ -53,7 +53,7 @@ def folder_digest(folder: Path, weights: bool = False) -> str:
 
 
 def folder_sizes(folder: Path) -> str:
-    """Digest the names and sizes of all files but hidden ones: 64 hexadecimal digits; no file is opened."""
+    """Digest the names and sizes of all files that are not hidden; no file is opened."""
     sizes = [(name.as_posix(), (folder / name).stat().st_size) for name in _files(folder)]
     return hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
 
@@ -64,7 +64,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def tensors_of(folder: Folder) -> list[Part]:
-    """The tensors of a folder, those that are not read included."""
+    """All tensors of a folder, also of parts that are not read."""
     return [_of_tensor(t) for t in chain(folder.tensors.values(), folder.unread.values())]
 
 

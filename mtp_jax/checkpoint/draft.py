@@ -8,7 +8,6 @@ DeepSeek-V4 has its draft layers in place alone, as ``mtp.{k}.*`` (``mtp``).
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mtp_jax.checkpoint import mtp
 from mtp_jax.checkpoint.folder import Folder, shortlist
 from mtp_jax.checkpoint.formats import by_tensors
 from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head, stages_config
+from mtp_jax.checkpoint.layer_names import LAYER, layer_of, mtp_layer_of, nextn_layers
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
@@ -25,8 +25,6 @@ from mtp_jax.model.hf_config import read_json
 
 IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
 
-_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)")
-_ONLY_NEXTN = re.compile(r"model\.(?:layers\.(\d{1,9})\.)?(?:enorm|hnorm|eh_proj|shared_head)\..+")
 _XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_tokens)\..+)")
 # Fields in which a draft's config.json may differ from the trunk's: they describe the export or the trunk.
 FREE = {
@@ -60,31 +58,19 @@ class Draft:
         """The draft with its stages, if it has any, as config.json describes them. Raises ConfigError."""
         if self.layout != mtp.STAGES:
             return self
-        count = len({mtp.layer_of(name) for name in self.tensors})
+        count = len({mtp_layer_of(name) for name in self.tensors})
         try:
             return replace(self, head=stages_config(raw, cfg, count))
         except ConfigError as e:
             raise ConfigError(f"{self.folder} has {count} DSpark stages: {e}") from e
 
 
-def layer_of(name: str) -> int | None:
-    """The layer number in a tensor's name, None outside the layers."""
-    match = _LAYER.fullmatch(name)
-    return int(match[1]) if match else None
-
-
 def nextn_of(cfg: ModelConfig, name: str) -> int | None:
     """Number of the NextN layer that a tensor of the release belongs to, None outside these layers."""
     if cfg.compressed:
-        return mtp.layer_of(name)
+        return mtp_layer_of(name)
     layer = layer_of(name)
     return None if layer is None or layer < cfg.num_hidden_layers else layer - cfg.num_hidden_layers
-
-
-def nextn_layers(names: Iterable[str]) -> list[int]:
-    """Numbers of the layers with tensors of a NextN layer alone; -1 for such tensors outside the layers."""
-    matches = (_ONLY_NEXTN.fullmatch(n) for n in names)
-    return sorted({int(m[1] or -1) for m in matches if m})
 
 
 def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
@@ -184,7 +170,7 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
 
 
 def _from_lmsys(name: str, first: int) -> str | None:
-    match = _LAYER.fullmatch(name)
+    match = LAYER.fullmatch(name)
     return f"model.layers.{first + int(match[1])}.{match[2]}" if match else None
 
 

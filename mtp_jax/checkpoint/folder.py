@@ -1,19 +1,21 @@
 """A checkpoint folder in Hugging Face layout: one file, or an index and its shards."""
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_jax.checkpoint.compressed_tensors import as_released
-from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
+from mtp_jax.checkpoint.layer_names import layer_of, mtp_layer_of, nextn_layers
+from mtp_jax.checkpoint.safetensors_file import Tensor, open_file, shown
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import missing_folder, read_json, text_part
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMES_IN_ERRORS = 12
 _LONGEST_NAME = 255  # bytes: NAME_MAX of Linux (limits.h)
 
@@ -44,30 +46,30 @@ def as_folder(path: Path, tensors: dict[str, Tensor]) -> Folder:
         new, tensor = as_released(own, tensors[name], text)
         into = folder.unread if nested and name.startswith(_OTHER) else folder.tensors
         if new in into:
-            raise CheckpointError(f"{tensor} is also there as {into[new].name}; expected one of them")
+            raise CheckpointError(f"{tensor} is also there as {shown(into[new].name)}; expected one of them")
         into[new] = tensor
     return folder
 
 
 def shortlist(names: Iterable[str]) -> str:
-    """Names for an error message: the first dozen, and the number of further names."""
+    """Names for an error message: the first dozen, none too long, and the number of further names."""
     names = list(names)
     more = len(names) - _NAMES_IN_ERRORS
-    return ", ".join(names[:_NAMES_IN_ERRORS]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(shown, names[:_NAMES_IN_ERRORS])) + (f" and {more} more" if more > 0 else "")
 
 
 def open_folder(path: str | Path) -> Folder:
     """Check every header of a checkpoint folder; no tensor is read.
 
-    Only the files of an index are read if there is one. Files may be links to elsewhere (the Hugging Face
-    cache is made of them), but the index may only name files of its own folder. Raises CheckpointError naming
-    file and tensor.
+    Draft layers alone are taken of files that an index does not name, or that lie beside model.safetensors.
+    Files may be links to elsewhere (the Hugging Face cache is made of them), but the index may only name
+    files of its own folder. Raises CheckpointError naming file and tensor.
     """
     path = Path(path)
     if not os.path.isdir(path):  # also False for a name that no folder can have
         raise CheckpointError(missing_folder(path))
     if not (path / INDEX).exists():
-        return as_folder(path, open_file(_single_file(path)))
+        return as_folder(path, _with_drafts(path, open_file(_single_file(path))))
     weight_map = _weight_map(path / INDEX)
     missing = sorted(f for f in set(weight_map.values()) if not (path / f).is_file())
     if missing:
@@ -84,8 +86,33 @@ def open_folder(path: str | Path) -> Folder:
     for name, file in weight_map.items():
         got = tensors[name].file.path.name if name in tensors else "no shard"
         if got != file:
-            raise CheckpointError(f"{path / INDEX}: tensor {name} should be in {file}; it is in {got}")
-    return as_folder(path, tensors)
+            raise CheckpointError(f"{path / INDEX}: tensor {shown(name)} should be in {file}; it is in {got}")
+    return as_folder(path, _with_drafts(path, tensors))
+
+
+def _with_drafts(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a folder, and the draft layers in its other files, as tools that quantise write them.
+
+    A file that has any of these tensors is a copy, and is left out like a file that is damaged. Raises
+    CheckpointError for a tensor in two files.
+    """
+    read = {tensor.file.path for tensor in tensors.values()}
+    others: list[dict[str, Tensor]] = []
+    for file in sorted(p for p in path.glob("*.safetensors") if p.is_file() and p not in read):
+        with contextlib.suppress(CheckpointError):
+            others.append(open_file(file))
+    found = dict(tensors)
+    others = [other for other in others if not other.keys() & tensors.keys()]
+    drafts = {*nextn_layers(name.removeprefix(_TEXT) for each in (tensors, *others) for name in each)} - {-1}
+    for name, tensor in (item for other in others for item in other.items()):
+        short = name.removeprefix(_TEXT)
+        if layer_of(short) in drafts or mtp_layer_of(short) is not None:
+            if name in found:
+                raise CheckpointError(
+                    f"{tensor} is also in {found[name].file.path.name}; expected it in one file"
+                )
+            found[name] = tensor
+    return found
 
 
 def read_config(path: str | Path) -> tuple[ModelConfig, JsonObject]:
@@ -106,10 +133,12 @@ def _single_file(path: Path) -> Path:
     files = sorted(p for p in path.glob("*.safetensors") if p.is_file())
     if len(files) == 1:
         return files[0]
+    if path / SINGLE in files:
+        return path / SINGLE
     if files:
         raise CheckpointError(
             f"{path} has {len(files)} safetensors files ({shortlist(p.name for p in files)}) and no {INDEX}; "
-            "expected a single file, or an index that says which tensor is where"
+            f"expected a single file, {SINGLE}, or an index that says which tensor is where"
         )
     unsafe = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     hint = f"; {shortlist(unsafe)} is not read: that format can run code. Convert it" if unsafe else ""
@@ -126,8 +155,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain(file):
             raise CheckpointError(
-                f"{index}: tensor {name} is said to be in {file!r:.200}; expected the name of a .safetensors "
-                f"file in the same folder, without directories, of at most {_LONGEST_NAME} bytes"
+                f"{index}: tensor {shown(name)} is said to be in {file!r:.200}; expected the name of a "
+                f".safetensors file in the same folder, without directories, of at most {_LONGEST_NAME} bytes"
             )
     return weight_map
 

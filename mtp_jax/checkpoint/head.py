@@ -10,7 +10,7 @@ import numpy as np
 from mtp_jax.checkpoint.folder import Folder
 from mtp_jax.checkpoint.formats import IDS
 from mtp_jax.checkpoint.medusa import is_medusa, medusa_config, medusa_name
-from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.checkpoint.safetensors_file import Tensor, shown
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config import OF_MLA, ModelConfig
@@ -294,7 +294,7 @@ def head_tensors(folder: Folder, raw: JsonObject) -> dict[str, Tensor]:
             short = short.replace("fc_norm.0.", "input_norm.")
         new = f"{DRAFT_HEAD}.{short}"
         if new in found:
-            raise CheckpointError(f"{tensor} is also there as {found[new].name}; expected one of them")
+            raise CheckpointError(f"{tensor} is also there as {shown(found[new].name)}; expected one of them")
         found[new] = tensor
     return found
 

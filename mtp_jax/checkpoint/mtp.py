@@ -3,25 +3,17 @@
 config.json does not: ``num_nextn_predict_layers`` is 1 beside either.
 """
 
-import re
-
 from mtp_jax.checkpoint.folder import Folder, shortlist
+from mtp_jax.checkpoint.layer_names import mtp_layer_of
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError
 
 STAGES = "DSpark stages"
 
-_LAYER = re.compile(r"mtp\.(\d{1,9})\.(.+)")
 _OF_MTP = "enorm.weight", "hnorm.weight", "e_proj.weight", "h_proj.weight"
 # The first stage makes the context, the last chooses drafts; stages between them are plain blocks.
 _OF_FIRST = "main_proj.weight", "main_norm.weight"
 _OF_LAST = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight"
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the draft layer that a tensor belongs to, None outside these layers."""
-    match = _LAYER.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def layers(folder: Folder) -> tuple[str | None, dict[str, Tensor]]:
@@ -29,14 +21,13 @@ def layers(folder: Folder) -> tuple[str | None, dict[str, Tensor]]:
 
     Raises CheckpointError for a layer that is missing, and for layers of two kinds.
     """
-    tensors = {n: t for n, t in folder.tensors.items() if layer_of(n) is not None}
-    numbers = sorted({layer_of(n) or 0 for n in tensors})
+    tensors = {n: t for n, t in folder.tensors.items() if mtp_layer_of(n) is not None}
+    numbers = sorted({mtp_layer_of(n) or 0 for n in tensors})
     count = len(numbers)
-    if numbers != list(range(count)):
-        absent = sorted({*range(numbers[-1])} - {*numbers})
+    if absent := [k for k in range(count) if k not in numbers]:
         raise CheckpointError(
             f"{folder.path} has {count} draft layers, mtp.{shortlist(map(str, numbers))}; "
-            f"mtp.{shortlist(map(str, absent))} is missing"
+            f"mtp.{absent[0]} is missing"
         )
     of_mtp, of_stages = (
         [f"mtp.{k}.{name}" for k in numbers for name in marks if f"mtp.{k}.{name}" in tensors]

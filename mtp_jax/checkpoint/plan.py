@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
-from mtp_jax.checkpoint.draft import Draft, in_place, nextn_layers, nextn_of, no_model, open_draft
+from mtp_jax.checkpoint.draft import Draft, in_place, nextn_of, no_model, open_draft
 from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
 from mtp_jax.checkpoint.formats import (
     FORMATS,
@@ -17,6 +18,7 @@ from mtp_jax.checkpoint.formats import (
     spec_names,
     tensors_of,
 )
+from mtp_jax.checkpoint.layer_names import nextn_layers
 from mtp_jax.checkpoint.mtp import STAGES
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -141,6 +143,8 @@ def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = ""
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 
     check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))
+    if max(cfg.num_hidden_layers, cfg.n_routed_experts) > len(found):  # each has a tensor at least
+        check.refuse(folder.path, draft.folder, [])
     for spec in leaves(param_specs(cfg)):
         for name in spec_names(spec).flat:
             check.expect(name, spec.tensor_shape, IDS if spec.ids else PLAIN)
@@ -248,8 +252,11 @@ class _Accounting:
                 self.wrong.append(
                     f"{folder}: config.json announces {stored.name}, but no tensor {stored.mark}"
                 )
-        if not (self.missing or self.wrong or unexpected):
-            return
+        if self.missing or self.wrong or unexpected:
+            self.refuse(folder, draft, unexpected)
+
+    def refuse(self, folder: Path, draft: Path, unexpected: list[Tensor]) -> NoReturn:
+        """Raise one error with all faults, and with values of config.json that the tensors contradict."""
         where = str(folder) if draft == folder else f"{folder} with drafts of {draft}"
         lines = [f"{where}: the tensors do not match config.json"]
         lines += [f"missing ({len(self.missing)}): {shortlist(self.missing)}"] if self.missing else []

@@ -32,7 +32,13 @@ DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }  # fmt: skip
 _LENGTH = 8  # bytes before the header, with its length
+_LONGEST_SHOWN = 200  # characters of a name
 _MOST_HEADER = 100_000_000  # bytes: the library refuses a longer header by its length
+
+
+def shown(name: str) -> str:
+    """A name in a file as messages have it: not longer than any that a release has."""
+    return name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Tensor:
         return self.file.read(start, nbytes).view(DTYPES[self.dtype]).reshape(shape)
 
     def __str__(self) -> str:
-        return f"{self.file.path}: tensor {self.name}"
+        return f"{self.file.path}: tensor {shown(self.name)}"
 
 
 class SafetensorsFile:
@@ -154,7 +160,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
     for name, (dtype, _) in found.items():
         if dtype not in DTYPES:
             raise CheckpointError(
-                f"{path}: tensor {name} has dtype {dtype!r}; expected one of {', '.join(DTYPES)}"
+                f"{path}: tensor {shown(name)} has dtype {dtype!r:.80}; expected one of {', '.join(DTYPES)}"
             )
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in found.values()]
     starts = accumulate(sizes, initial=file.size - sum(sizes))

@@ -54,6 +54,11 @@ class TreeShape:
         shape = cls(topk, steps, nodes)
         if shape.topk < 2:
             raise ConfigError(f"tree = {text!r}: one child per node is a chain; use num_speculative_tokens")
+        if shape.topk > MAX_DRAFTS:
+            raise ConfigError(
+                f"tree = {text!r} has {shape.topk} children per node; expected at most {MAX_DRAFTS}, as many "
+                "as a window holds"
+            )
         if not 0 < shape.rows <= MAX_DRAFTS and shape.steps != 1:
             raise ConfigError(
                 f"tree = {text!r} runs the draft layer over {shape.topk} nodes in each of {shape.steps - 1} "

@@ -72,6 +72,11 @@ def _check_drafts(cfg: ModelConfig, config: EngineConfig) -> None:
             f"tree = {config.tree!r:.80} {grown if tree.kind == 'grown' else given}, and this model drafts "
             f"with {own}; leave it out{other[able]}"
         )
+    if tree and tree.topk > cfg.vocab_size:
+        raise ConfigError(
+            f"tree = {config.tree!r:.80} has {tree.topk} children per node, but the model has "
+            f"{cfg.vocab_size} tokens; give fewer"
+        )
     most = head and head.most_drafts
     if head and most is not None and deepest > most:
         name = f"the steps of tree = {config.tree!r:.80} are" if tree else "num_speculative_tokens ="

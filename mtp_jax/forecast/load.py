@@ -39,8 +39,9 @@ class Arrival:
 
     def tokens(self, vocab: int, seed: int) -> list[int]:
         """A prompt of random tokens: blocks of one name are alike, and everything else differs."""
-        names = [(0, block) for block in self.blocks] + [(1, self.line)]
-        sizes = [_BLOCK] * len(self.blocks) + [max(self.prompt - _BLOCK * len(self.blocks), 0)]
+        blocks = self.blocks[: -(-self.prompt // _BLOCK)]
+        names = [(0, block) for block in blocks] + [(1, self.line)]
+        sizes = [_BLOCK] * len(blocks) + [max(self.prompt - _BLOCK * len(blocks), 0)]
         parts = zip(names, sizes, strict=True)
         drawn = [np.random.default_rng((seed, *name)).integers(vocab, size=size) for name, size in parts]
         return np.concatenate(drawn)[: self.prompt].tolist()

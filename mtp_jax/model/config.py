@@ -331,6 +331,7 @@ _NATURAL = (
     "num_nextn_predict_layers",
 )
 
+_MOST_SIZE = 2**31 - 1  # ids and positions on a device are int32
 # Counts with a limit each, as each layer or expert has tensors of its own.
 _COUNTS = "num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"
 # Most tensors of all layers together: about five times Kimi-K2's, 61 layers of 384.
@@ -376,8 +377,10 @@ def _check(c: ModelConfig) -> None:
         need(c.norm_topk_prob, "norm_topk_prob", "true")
         most = c.num_hidden_layers
         need(c.num_hash_layers <= most, "num_hash_layers", f"at most num_hidden_layers = {most}")
-    need(all(whole(i, 0) for i in c.eos_token_ids), "eos_token_ids", "token ids")
+    need(all(whole(i, 0) and i <= _MOST_SIZE for i in c.eos_token_ids), "eos_token_ids", "token ids")
     need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
+    for name in (*_POSITIVE, *_NATURAL, *OF_MLA, "q_lora_rank", "bos_token_id"):
+        need((getattr(c, name) or 0) <= _MOST_SIZE, name, f"at most {_MOST_SIZE:,}")
     need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
     need(all(type(m) is bool for m in c.nextn_moe), "nextn_moe", "true or false for each layer")
     if c.rope_scaling:

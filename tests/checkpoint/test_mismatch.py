@@ -1,6 +1,7 @@
 """Tensors and config that contradict each other: one error, with every file, tensor, expectation and
 finding."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtp_jax.checkpoint import load, summarise
+from mtp_jax.checkpoint.folder import INDEX
 from mtp_jax.errors import CheckpointError, ConfigError
 from tests.checkpoint.files import Raw, Tensors, copy_folder, edit_json, edit_tensors
 from tests.golden import model_dir
@@ -259,3 +261,34 @@ def test_a_nextn_layer_without_its_norm_is_no_layer_of_the_trunk(tmp_path: Path)
     with pytest.raises(CheckpointError, match=rf"missing \(1\): {name}") as error:
         load(folder)
     assert "num_hidden_layers" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 16_384}, r"num_hidden_layers = 16384; the tensors have \d trunk layers"),
+        ({"n_routed_experts": 16_384}, r"n_routed_experts = 16384; the tensors have \d+"),
+    ],
+)
+def test_more_layers_than_tensors_are_refused_before_names_are_made(tmp_path, changes, message, monkeypatch):
+    folder = copy_folder(model_dir("eagle3"), tmp_path / "model")
+    edit_json(folder / "config.json", **changes)
+    monkeypatch.setattr("mtp_jax.checkpoint.plan.param_specs", lambda *given: pytest.fail("names were made"))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_long_names_are_shortened(tmp_path: Path):
+    """Names of tensors that nothing expects, and of an index."""
+    name, head = "x" * 100_000, model_dir("eagle3", "draft")
+    extra = Raw("F32", [1], bytes(4))
+    folder = edit_tensors(model_dir("v3"), tmp_path / "model", lambda t: t.update({name: extra}))
+    fails(folder, ("unexpected (1): model.safetensors: xxx", "xxx..."))
+    drafts = edit_tensors(head, tmp_path / "head", lambda t: t.update({name: extra}))
+    with pytest.raises(CheckpointError, match=r"unexpected \(1\): model\.safetensors: x{200}\.\.\.") as error:
+        load(model_dir("eagle3"), drafts)
+    assert len(str(error.value)) < 6000
+    (folder / INDEX).write_text(json.dumps({"weight_map": {f"{name}y": "model.safetensors"}}))
+    fails(folder, ("tensor xxx", "it is in no shard"))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: "../x"}}))
+    fails(folder, ("xxx... is said to be in '../x'",))

@@ -173,6 +173,10 @@ def add(name: str, like: str) -> Callable[[dict[str, Any]], None]:
 STAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no first": (drop("mtp.0."), r"has 2 draft layers, mtp\.1, 2; mtp\.0 is missing"),
     "none between": (drop("mtp.1."), r"has 2 draft layers, mtp\.0, 2; mtp\.1 is missing"),
+    "a number past all": (
+        add("mtp.999999999.x", "mtp.0.attn_norm.weight"),
+        r"has 4 draft layers, mtp\.0, 1, 2, 999999999; mtp\.3 is missing",
+    ),
     "no last": (
         drop("mtp.2."),
         r"has 2 DSpark stages, mtp\.0 to mtp\.1, without mtp\.1\.markov_head\.markov_w1\.weight.*missing",

@@ -338,6 +338,14 @@ def test_a_head_of_nan_costs_drafts_and_no_request(variant: str):
 
 
 @rest
+def test_a_tree_has_no_more_children_than_there_are_tokens():
+    found = loaded("eagle3")
+    few = replace(found.config, vocab_size=20)
+    with pytest.raises(ConfigError, match="has 21 children per node, but the model has 20 tokens"):
+        make_engine(found.params, few, tree="21x1x8", verifier="coupled", num_speculative_tokens=8)
+
+
+@rest
 def test_a_head_makes_no_more_drafts():
     with pytest.raises(RequestError, match="5 drafts; the DSpark head makes 4 at most"):
         propose(engine_of("dspark", max_num_seqs=1), [5], 5)

@@ -1,6 +1,8 @@
 """Files of loads: our own form, and public traces'."""
 
 import json
+import tracemalloc
+from dataclasses import replace
 from itertools import pairwise, takewhile
 
 import numpy as np
@@ -110,6 +112,17 @@ def test_blocks_of_one_name_are_alike_and_nothing_else():
     c, d = (np.array(Arrival(line, 0, 1000, 1).tokens(100, 0)) for line in (1, 2))
     assert np.mean(c == d) < 0.1
     assert one.tokens(100, 0) == a.tolist() != one.tokens(100, 1)
+
+
+def test_blocks_behind_the_prompt_cost_nothing():
+    """A trace may name blocks of a conversation's end; only the prompt's own are drawn."""
+    many = Arrival(1, 0, 10, 1, None, (4, *range(2**18)))
+    tracemalloc.start()
+    found = many.tokens(100, 0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == replace(many, blocks=(4,)).tokens(100, 0)
+    assert peak < 2**18  # bytes: a token of each block would take eight times as many
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -116,6 +116,8 @@ def test_a_tree_that_draws_accepts_more_than_its_first_way():
         ("1x3x3", "one child per node is a chain; use num_speculative_tokens"),
         ("8x5x20", "runs the draft layer over 8 nodes in each of 4 steps"),
         ("4x0x3", "expected 1 step or more"),
+        ("9999x1x8", "has 9999 children per node; expected at most 31"),
+        ("32x1x8", "has 32 children per node; expected at most 31"),
         ("4x3x3", "expected 4 to 31 nodes"),
         ("4x3x32", "expected 4 to 31 nodes"),
         ("2x2x7", "expected 3 to 6 nodes"),
