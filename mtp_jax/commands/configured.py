@@ -5,9 +5,10 @@ and --quiet. A value of the command line precedes the environment's, which prece
 """
 
 import argparse
+import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ _OTHERS = ("--api-key", "--admin-key", "--secret")
 _CLOSE = 0.9
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _ALSO = ("model", "quiet")
+_LONGEST = 160  # characters of a text in a message
 
 Refuse = Callable[[str], NoReturn]
 
@@ -32,17 +34,21 @@ def variable(flag: str) -> str:
 
 def configure(
     command: str,
+    commands: Collection[str],
     actions: Iterable[argparse.Action],
     arguments: Sequence[str],
     environment: Mapping[str, str],
     refuse: Refuse,
 ) -> None:
-    """Set the defaults of a command's options. refuse: ends the process with a message."""
+    """Set the defaults of a command's options.
+
+    commands: all that take options from a file. refuse: ends the process with a message.
+    """
     options = {flag: a for a in actions if _may(a) for flag in a.option_strings if flag.startswith("--")}
     _warn(environment, [variable(flag) for flag in (*options, *_OTHERS, FLAG)])
     path = _file(arguments) or environment.get(variable(FLAG))
     told: dict[str, tuple[str, Any]] = {}
-    for flag, value in (_read(path, command, options, refuse) if path else {}).items():
+    for flag, value in (_read(path, command, commands, options, refuse) if path else {}).items():
         told[flag] = f"{flag.removeprefix('--')} in {path}", value
     for flag, action in options.items():
         value = environment.get(variable(flag))
@@ -80,25 +86,61 @@ def _file(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _read(path: str, command: str, options: Mapping[str, argparse.Action], refuse: Refuse) -> JsonObject:
+def _read(
+    path: str,
+    command: str,
+    commands: Collection[str],
+    options: Mapping[str, argparse.Action],
+    refuse: Refuse,
+) -> JsonObject:
     """Read values by flag: keys before all tables, and keys in the command's table."""
     try:
-        whole = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        # Where a user has no home folder, ~ stays in the name.
+        whole = tomllib.loads(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except OSError as error:
         refuse(f"{FLAG} {path}: {error.strerror}")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        refuse(f"{FLAG} {path} is not TOML: {error}")
+    except RecursionError:
+        refuse(f"{FLAG} {path} nests too deeply; an option has a value, or a list of values")
+    except ValueError as error:  # also of a number with thousands of digits
+        refuse(f"{FLAG} {path} is not TOML: {_short(str(error))}")
+    for name in (name for name, value in whole.items() if isinstance(value, dict) and name not in commands):
+        close = nearest(_short(name), commands)
+        hint = f"do you mean [{close}]?" if close else f"there are {', '.join(commands)}"
+        refuse(f"{FLAG} {path}: [{_short(name)}] is no command that takes options from a file; {hint}")
     own = whole.get(command, {})
     if not isinstance(own, dict):
-        refuse(f"{FLAG} {path}: options of {command} stand in a table, [{command}]; got {own!r:.60}")
+        refuse(f"{FLAG} {path}: options of {command} stand in a table, [{command}]; got {type(own).__name__}")
     found: JsonObject = {}
     for key, value in {**{k: v for k, v in whole.items() if not isinstance(v, dict)}, **own}.items():
-        flag = f"--{key.replace('_', '-')}"
+        flag = f"--{_short(key).replace('_', '-')}"
         if flag not in options:
             hint = advice(flag, options).replace("--", "")
-            refuse(f"{FLAG} {path}: {key} is no option of {command} for a file{hint and f'; {hint}'}")
+            refuse(f"{FLAG} {path}: {_short(key)} is no option of {command} for a file{hint and f'; {hint}'}")
+        if wrong := _unwritable(value):
+            refuse(f"{key} in {path}: {wrong}")
         found[flag] = value
     return found
+
+
+def _unwritable(value: object) -> str | None:
+    """The reason why a value cannot be written as a word of the command line, if there is one."""
+    try:
+        str(value)
+    except (ValueError, RecursionError):
+        return "got a number of thousands of digits, or lists that nest too deeply"
+    items = value if isinstance(value, list) else [value]
+    return "got text with a NUL" if any(isinstance(i, str) and "\0" in i for i in items) else None
+
+
+def _short(text: str) -> str:
+    """A text for a message: on one line, without its middle if it is long."""
+    text = on_one_line(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 2 :]}"
+
+
+def on_one_line(text: str) -> str:
+    """A text with its line ends, and all else that is not printable, escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _value(action: argparse.Action, value: object, where: str, refuse: Refuse) -> object:
@@ -121,9 +163,9 @@ def _one(action: argparse.Action, value: object, where: str, refuse: Refuse) -> 
     try:
         found = convert(str(value))
     except argparse.ArgumentTypeError as error:
-        refuse(f"{where}: {error}")
+        refuse(f"{where}: {_short(str(error))}")
     except (TypeError, ValueError):
-        refuse(f"{where}: {value!r:.60} is not {'an integer' if convert is int else 'a number'}")
+        refuse(f"{where}: {value!r:.60} is not a number")
     if action.choices is not None and found not in action.choices:
         refuse(f"{where} is {value!r:.60}; choose from {', '.join(map(str, action.choices))}")
     return found

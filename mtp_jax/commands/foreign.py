@@ -22,7 +22,6 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "speculative-num-steps",
         "speculative-num-draft-tokens",
         "speculative-tokens",
-        "speculative-config",
         "spec-tokens",
         "draft",
         "draft-n",
@@ -35,6 +34,7 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "spec-decode-acceptance-length",
         "simulate-acc-len",
     ): ("--synthetic-acceptance",),
+    ("speculative-config",): ("--num-speculative-tokens K, and --draft-model DIR for a head", "--depth K"),
     ("speculative-model", "speculative-draft-model-path", "model-draft", "md"): ("--draft-model DIR",),
     ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-mem-fraction"): (
         "--memory-fraction",
@@ -86,7 +86,12 @@ _INSTEAD: dict[tuple[str, ...], str] = {
     ("ep", "ep-size", "expert-parallel-size", "enable-expert-parallel"): (
         f"{_NOTHING}: experts are split over the whole --mesh"
     ),
-    ("speculative-algorithm", "speculative-algo"): f"{_NOTHING}: the model drafts with its own NextN layers",
+    ("speculative-algorithm", "speculative-algo"): (
+        "write --draft-model DIR for a head, whose config.json says its kind; leave both out for NextN layers"
+    ),
+    ("enable-lora", "lora-modules", "lora-paths", "lora", "max-loras", "max-lora-rank"): (
+        "LoRA is not supported: merge the adapter into a checkpoint"
+    ),
     ("enable-prefix-caching",): f"{_NOTHING}: prefixes are kept unless --no-prefix-cache",
     ("enable-chunked-prefill",): f"{_NOTHING}: prompts always go along in chunks (--prefill-chunk)",
     ("enable-auto-tool-choice", "jinja"): f"{_NOTHING}: calls of tools are always taken",

@@ -19,6 +19,7 @@ from mtp_jax.commands.parser import (
     acceptance,
     add_model,
     biases,
+    integer,
     integers,
     mesh_shape,
     variables,
@@ -31,6 +32,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import Captures
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
+from mtp_jax.planning.published import KNOWN
 from mtp_jax.text.grammar import StructuredOutput
 from mtp_jax.text.wrong_regex import wrong_regex
 
@@ -144,7 +146,8 @@ def _add(to: _Adds, name: str, about: Option, default: str) -> None:
     if about.choices:
         more["choices"] = about.choices
     else:
-        more |= {"type": _READ.get(name, about.kind), "metavar": about.metavar}
+        kind = integer if about.kind is int else about.kind
+        more |= {"type": _READ.get(name, kind), "metavar": about.metavar}
     if about.repeated:
         more["action"] = "append"
     again = "; may be repeated" if about.repeated else ""
@@ -341,10 +344,18 @@ def _structured(args: argparse.Namespace) -> StructuredOutput | None:
 def model_dir(args: argparse.Namespace) -> Path:
     """The model's directory. Raises ConfigError if there is none, or no model in it."""
     if args.model is not None and not args.model.is_dir():
-        raise ConfigError(missing_folder(args.model))
+        known = f". `mtp-jax plan {args.model}` knows that name" if str(args.model) in KNOWN else ""
+        raise ConfigError(missing_folder(args.model) + known)
     if args.model is not None:
         read_json(args.model / "config.json")
     return args.model or demo_model()
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a configuration that cannot be run, or a draft model without a folder."""
+    ModelConfig.from_file(model_dir(args) / "config.json")
+    if (head := getattr(args, "draft_model", None)) is not None and not head.is_dir():
+        raise ConfigError(missing_folder(head))
 
 
 def _without_effect(args: argparse.Namespace, names: Iterable[str], when: str) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from mtp_jax.api.demo import demo_model
-from mtp_jax.commands.configured import FLAG, configure
+from mtp_jax.commands.configured import FLAG, configure, on_one_line
 from mtp_jax.commands.foreign import advice, nearest
 from mtp_jax.json_object import JsonObject
 
 DEMO = "demo"
+_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
 
@@ -40,7 +41,9 @@ class Parser(argparse.ArgumentParser):
         """A subcommand itself refuses unknown options, as its own help lists its options."""
         arguments = list(sys.argv[1:] if args is None else args)
         if self.configurable:
-            configure(self.prog.split()[-1], self._actions, arguments, os.environ, self.error)
+            name = self.prog.split()[-1]
+            commands = {name, *(n for n, other in self.siblings.items() if other.configurable)}
+            configure(name, sorted(commands), self._actions, arguments, os.environ, self.error)
         if self.model_first:
             arguments = _with_model_first(arguments)
         known, others = super().parse_known_args(arguments, namespace)
@@ -70,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         found = _CHOICE.search(message)
         if found and (close := nearest(found[1], found[2].replace("'", "").split(", "))):
             message = f"{message[: found.start()]}there is no {found[1]!r}; do you mean {close}?"
-        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+        self.exit(2, f"error: {on_one_line(message)}; see `{self.prog} --help`\n")
 
 
 def _with_model_first(arguments: list[str]) -> list[str]:
@@ -118,6 +121,24 @@ def add_model(
     )
     same = "the same; demo: the demo model"
     either.add_argument("--model", type=kind, default=default, metavar="DIR", help=same)
+
+
+def integer(text: str) -> int:
+    """An integer: "4096", "4k" for 4,000 and "4K" for 4,096, as vLLM reads them, or "1e5"."""
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        return int(number) * unit
+    except ValueError:
+        pass
+    try:
+        found = float(number) * unit
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found) or found != int(found):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.60} is not an integer; write 4096, 4K, 4k for 4000, or 1e5"
+        )
+    return int(found)
 
 
 def positive(text: str) -> int:

@@ -14,9 +14,11 @@ from mtp_jax.commands.options import (
     add_engine,
     add_groups,
     add_options,
+    check_folders,
     chosen,
     depth,
     drafter,
+    engine_options,
     open_llm,
     reporter,
 )
@@ -112,6 +114,8 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
     apart = chosen(args, HandoverOptions, [SECRET] if both else [])
     if apart.apart:
         apart.secret()  # raises its error before weights are read
+    engine_options(args, SLOTS)  # both raise their errors before the slow import
+    check_folders(args)
     with report.phase("import server"):
         from serve.http.run import listen, serve
     with listen(settings) as listener:

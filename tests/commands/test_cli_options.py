@@ -193,7 +193,7 @@ ERRORS = [
     (["generate", V3, "--max-token", 3, *IDS], "unrecognized arguments: --max-token 3"),
     (
         ["generate", V3, "--max-tokens", "x", *IDS],
-        "argument --max-tokens: invalid int value: 'x'; see `mtp-jax gen",
+        "argument --max-tokens: 'x' is not an integer; write 4096, 4K, 4k for 4000, or 1e5; see `mtp-jax gen",
     ),
     (["generate", V3, "-p", "x", *IDS], "argument --token-ids: not allowed with argument -p/--prompt"),
     (["generate", V3, "--token-ids", "1,x"], "'1,x' is not a list of integers; write 1,2,3"),

@@ -33,7 +33,10 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("serve --tensor-parallel-size=2 DIR", "use --mesh 1xN"),
         ("serve --data-parallel-size 2", "use --mesh Nx1"),
         ("serve --speculative-num-steps 3", "use --num-speculative-tokens K"),
-        ("serve --speculative-config {}", "use --num-speculative-tokens K"),
+        ("serve --speculative-config {}", "use --num-speculative-tokens K, and --draft-model DIR for a head"),
+        ("serve --speculative-algorithm EAGLE3", "write --draft-model DIR for a head"),
+        ("serve --enable-lora", "LoRA is not supported"),
+        ("serve --lora-modules a=b", "LoRA is not supported"),
         ("generate --num_speculative_tokens 3", "write --num-speculative-tokens"),
         ("serve --max-running-requests 3", "use --max-num-seqs"),
         ("serve --ctx-size 100", "use --max-model-len"),
@@ -62,6 +65,11 @@ def test_nothing_is_made_up(capsys):
     assert error(capsys, "info", "--zzz") == (
         "error: unrecognized arguments: --zzz; see `mtp-jax info --help`\n"
     )
+
+
+def test_a_line_end_in_an_argument_makes_no_second_line(capsys):
+    assert "--a\\nb" in error(capsys, "info", "--a\nb")
+    assert "there is" in error(capsys, "in\nfo") or "invalid choice" in error(capsys, "in\nfo")
 
 
 def test_a_misspelt_command_names_the_nearest(capsys):
@@ -196,15 +204,48 @@ def test_every_declared_option_has_a_variable(cls, monkeypatch):
         ("serve = 3", "options of serve stand in a table, [serve]"),
         ("[serve", "is not TOML"),
         ("prompt = 'x'", "prompt is no option of serve"),
+        (
+            "[server]\nport = 9001",
+            "[server] is no command that takes options from a file; do you mean [serve]?",
+        ),
+        ("server.port = 9001", "do you mean [serve]?"),
+        (
+            "[info]\njson = true",
+            "[info] is no command that takes options from a file; there are batch, chat,",
+        ),
+        ("[serve.engine]\nport = 1", "engine is no option of serve"),
+        ("[[serve]]\nport = 1", "options of serve stand in a table, [serve]"),
+        ("mesh = " + "[" * 5000 + "]" * 5000, "nests too deeply"),
+        ("mesh = " + "[" * 200 + "]" * 200, "is not DATAxMODEL"),
+        ("max-num-seqs = " + "9" * 5000, "is not TOML: Exceeds the limit"),
+        ("max-num-seqs = 0x" + "f" * 5000, "a number of thousands of digits"),
+        ("mesh = [[0x" + "f" * 5000 + "]]", "a number of thousands of digits"),
+        ("no-prefix-cache = 0x" + "f" * 5000, "a number of thousands of digits"),
+        ("serve = 0x" + "f" * 5000, "options of serve stand in a table"),
+        ("x" * 10**6 + " = 1", "is no option of serve"),
+        ("mesh = '" + "x" * 10**6 + "'", "is not DATAxMODEL"),
+        ("['" + "x" * 10**6 + "']", "is no command"),
+        ('"a\\nb" = 1', "a\\nb is no option of serve"),
+        ('"a\\u2028b" = 1', "a\\u2028b is no option of serve"),
+        ('host = "a\\u0000b"', "host in"),
+        ('allowed-host = ["a\\u0000b"]', "got text with a NUL"),
+        ("port = 1979-05-27", "is not an integer"),
+        ("port = inf", "'inf' is not an integer"),
+        ("served-model-name = [{a = 1}]", "got {'a': 1}; write it as on the command line"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path, capsys, text, says):
     (tmp_path / "a.toml").write_text(text)
-    assert says in error(capsys, "serve", "--config", str(tmp_path / "a.toml"))
+    told = error(capsys, "serve", "--config", str(tmp_path / "a.toml"))
+    assert says in told
+    assert len(told) < 600 + len(str(tmp_path))
 
 
 def test_what_is_wrong_with_the_environment_is_one_line(capsys, monkeypatch):
     assert "--config /nowhere.toml: No such file" in error(capsys, "serve", "--config", "/nowhere.toml")
+    assert "~nobody-of-this-name/a: No such file" in error(
+        capsys, "serve", "--config", "~nobody-of-this-name/a"
+    )
     monkeypatch.setenv("MTP_JAX_MAX_NUM_SEQS", "many")
     assert "MTP_JAX_MAX_NUM_SEQS of the environment: 'many' is not an integer" in error(capsys, "serve")
     monkeypatch.delenv("MTP_JAX_MAX_NUM_SEQS")
@@ -213,6 +254,24 @@ def test_what_is_wrong_with_the_environment_is_one_line(capsys, monkeypatch):
     cli.make_parser().parse_args(["serve"])
     assert capsys.readouterr().err == (
         "warning: MTP_JAX_MAX_NUM_SEQ is no option's variable; do you mean MTP_JAX_MAX_NUM_SEQS?\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1e5", 100_000), ("1.5K", 1536), ("2m", 2 * 10**6)],
+)
+def test_a_length_may_be_written_as_other_servers_take_it(tmp_path, text, count):
+    parse = cli.make_parser().parse_args
+    assert parse(["serve", "--max-model-len", text]).max_model_len == count
+    (tmp_path / "a.toml").write_text(f"max-model-len = {text if text in ('4096', '1e5') else repr(text)}")
+    assert parse(["serve", "--config", str(tmp_path / "a.toml")]).max_model_len == count
+
+
+@pytest.mark.parametrize("text", ["4q", "k", "", "1.5", "inf", "nan", "infk", "1e400", "9" * 5000, "0x10"])
+def test_what_is_no_length_is_said_in_our_words(capsys, text):
+    assert "is not an integer; write 4096, 4K, 4k for 4000, or 1e5" in error(
+        capsys, "serve", "--max-model-len", text
     )
 
 

@@ -36,6 +36,8 @@ from tests.serve.conftest import Running
         (["--served-model-name", ""], "expected 1 to 256 characters each"),
         (["--prot"], "unrecognized arguments: --prot; do you mean --port?; see `mtp-jax serve --help`"),
         (["/no/such/model"], "not a directory"),
+        (["deepseek-r1"], "`mtp-jax plan deepseek-r1` knows that name"),
+        (["--draft-model", "/no/such/head"], "/no/such/head is not a directory"),
         (["--per-request-spec-decode-metrics", "all"], "--help"),
     ],
 )
@@ -183,3 +185,14 @@ def test_a_second_signal_ends_it_at_once(model: Path):
             pass
         running.send_signal(signal.SIGTERM)
         assert running.wait(60) == 128 + signal.SIGTERM
+
+
+def test_wrong_folders_are_found_before_the_slow_import(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "serve.http.run", None)  # cannot be imported
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for argv, says in (
+        ([str(tmp_path)], "model_type 'bert'"),
+        (["--draft-model", "/nope"], "/nope is not a"),
+    ):
+        assert cli.main(["serve", *argv]) == 2
+        assert says in capsys.readouterr().err
