@@ -154,7 +154,7 @@ class PromptState:
         check(prompt, params)
         if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
             raise RequestError("the model directory has no tokenizer; give token ids and no stop strings")
-        ids = _ids(prompt, tokenizer)
+        ids = _ids(prompt, tokenizer, engine.config.longest)
         self.params = params
         requests = engine.make_requests(ids, params, **(terms or {}))
         self.completions = [CompletionState(request, tokenizer) for request in requests]
@@ -207,10 +207,10 @@ def check(prompt: Prompt, params: SamplingParams) -> None:
         raise RequestError(f"sampling_params = {params!r:.80}; expected SamplingParams")
 
 
-def _ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def _ids(prompt: Prompt, tokenizer: Tokenizer | None, most: int) -> list[int]:
     if isinstance(prompt, str):
         assert tokenizer is not None
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, most=most)
     ids = list(prompt)
     wrong = next((t for t in ids if not isinstance(t, Integral) or isinstance(t, bool)), None)
     if wrong is not None:

@@ -41,6 +41,7 @@ MAX_GRAMMAR_LENGTH = 2**16
 WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
+_LONGEST_TEXT = 4 * MAX_GRAMMAR_LENGTH  # of a schema with its indents, before it is parsed
 _CACHED_GRAMMARS = 64
 _CACHED_BYTES = 2 * MEMORY  # so that the largest allowed grammar does not empty the cache
 _NO_GRAMMAR = (TypeError, ValueError, OverflowError, RecursionError)  # errors that odd schemas raise
@@ -117,7 +118,7 @@ class StructuredOutput:
     def _choices(self) -> str:
         choices = self.choice if isinstance(self.choice, list | tuple) else []
         if not choices or any(not isinstance(c, str) or not c for c in choices):
-            raise RequestError(f"choice = {self.choice!r}; expected a list of non-empty strings")
+            raise RequestError(f"choice = {choices!r:.80}; expected a list of non-empty strings")
         _check_length("choice", sum(map(len, choices)))
         return "|".join("".join(map(_literal, choice)) for choice in choices)
 
@@ -141,6 +142,10 @@ def _of_json(schema: str | JsonObject) -> str:
 
 
 def _schema(schema: object) -> str:
+    if isinstance(schema, str) and len(schema) > _LONGEST_TEXT:
+        raise RequestError(
+            f"json_schema is a text of {len(schema)} characters; at most {_LONGEST_TEXT} are allowed"
+        )
     value = json.loads(_text(schema)) if isinstance(schema, str) else schema
     if not isinstance(value, Mapping):
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, normalizers
 
-from mtp_jax.errors import CheckpointError, RequestError
+from mtp_jax.errors import CheckpointError, PromptTooLong, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import byte_level, tiktoken_file
 from mtp_jax.text.chat_template import OWN_VARIABLES, ChatTemplate, first_line
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.conversation import for_template
 from mtp_jax.text.tools.formats import format_named, format_of
+
+_BYTES = 256  # values of a byte
 
 JSON_FILE = "tokenizer.json"
 FILES = (JSON_FILE, tiktoken_file.FILE)
@@ -63,6 +65,8 @@ class Tokenizer:
         tags = (Thoughts.OPEN, Thoughts.CLOSE)  # which show where a thought ends, special or not
         self._hidden = frozenset(i for i, t in added.items() if t.special and t.content not in tags)
         self._bytes = _token_bytes(backend)
+        loses = _may_lose_text(backend, self._bytes)
+        self._longest = 0 if loses else max(map(len, self._bytes))  # bytes of a token
         self.vocab_size = len(self._bytes)
         self.bos_token, self.eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
         bos = _ids(backend.token_to_id(self.bos_token)) + _ids(generation.get("bos_token_id"))
@@ -100,18 +104,24 @@ class Tokenizer:
         """Name of the format that the chat template writes calls in. RequestError if there is none."""
         return format_of(self._template.source(with_tools=True))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Ids of `text`. With `add_special_tokens` it begins with exactly one bos, if the model wants one.
 
         Special tokens written out in `text` become their ids. Pass False for a rendered chat prompt: the
-        template prints bos itself.
+        template prints bos itself. A text that is so long that it must have more than `most` tokens is not
+        encoded.
 
         Raises:
             RequestError: `text` is not a string of valid characters.
+            PromptTooLong: it has more than `most` tokens, whatever they are.
         """
         try:
             if not isinstance(text, str):
                 raise TypeError
+            if most is not None and (least := self._least_tokens(text)) > most:
+                raise PromptTooLong(
+                    f"the prompt has {len(text)} characters, at least {least} tokens; at most {most} fit"
+                )
             # The encoder of batches lets other threads run meanwhile, which the encoder of one text does not.
             (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoded.ids
@@ -126,6 +136,10 @@ class Tokenizer:
             elif ids[:2] == [self.bos_id, self.bos_id]:  # the text has its own bos
                 del ids[0]
         return ids
+
+    def _least_tokens(self, text: str) -> int:
+        """The least number of tokens that a text of this length can have, as each character is in a token."""
+        return len(text) // self._longest if self._longest else 0
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD.
@@ -284,6 +298,16 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     for token, entry in added.items():
         table[token] = entry.content.encode()
     return table
+
+
+def _may_lose_text(backend: tokenizers.Tokenizer, tokens: Sequence[bytes]) -> bool:
+    """Whether a part of a text may be in no token: a normalizer shortens it, or there are too few tokens."""
+    normalizer = backend.normalizer  # DeepSeek's files have an empty sequence
+    if normalizer is not None and not (isinstance(normalizer, normalizers.Sequence) and not len(normalizer)):
+        return True
+    added = backend.get_added_tokens_decoder().values()
+    takes_space = any(token.lstrip or token.rstrip for token in added)
+    return takes_space or len({token for token in tokens if len(token) == 1}) < _BYTES
 
 
 def _content(token: object) -> str:

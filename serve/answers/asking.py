@@ -23,9 +23,10 @@ class ChatPrompt:
         unread: paths of the fields that have no effect on the chat template.
     """
 
-    def __init__(self, server: Server, conversation: Conversation) -> None:
+    def __init__(self, server: Server, conversation: Conversation, most: int | None = None) -> None:
+        """most: most tokens that are of use; None: any number."""
         self._tokenizer, self._conversation = server.tokenizer, conversation
-        self._form, self._settings = server.tool_format, server.settings
+        self._form, self._settings, self._most = server.tool_format, server.settings, most
         self.thinking, self.unread = False, list[str]()
 
     def __call__(self) -> list[int]:
@@ -51,7 +52,7 @@ class ChatPrompt:
         )
         self._compare(self._tokenizer.template_variables(with_tools=bool(tools)))
         self.thinking = Thoughts.opened_by(prompt)
-        ids = self._tokenizer.encode(prompt, add_special_tokens=False)
+        ids = self._tokenizer.encode(prompt, add_special_tokens=False, most=self._most)
         return told.cut(ids) if isinstance(told, ChatBody) else ids
 
     def _compare(self, reads: frozenset[str]) -> None:
@@ -104,7 +105,8 @@ async def ask(
     # The thought is no part of the content, in which a client looks for its stop strings.
     stops = body.stop_in_thoughts is True
     params = replace(params, max_thinking_tokens=body.thinking_budget, stop_in_thoughts=stops)
-    prompt = ChatPrompt(server, body)
+    longest = server.allm.about.engine.longest
+    prompt = ChatPrompt(server, body, longest if body.truncate_prompt_tokens is None else None)
     lazy = LazyPrompt(prompt, body.characters)
     streams = await submit(server, request, body, [lazy], _with_tools(server, params, use))
     prompt.warn(request)

@@ -97,12 +97,15 @@ class Call(ABC):
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         came: dict[int, RequestOutput] = {}
+        ended = 0
         async with aclosing(outputs(self.server, self.request, self.streams)) as growing:
             async for prompt, output in growing:
                 came[prompt] = output
                 if getattr(self.request.state, "disconnected", False) and not self.stream:
                     raise ApiError(499, "the client disconnected before its answer was complete")
-                if any(c.finish_reason for c in output.outputs):  # else nothing can have failed or ended
+                ended += output.finished
+                # All are looked at once, not for each of them.
+                if ended == len(self.streams) or any(c.finish_reason == "error" for c in output.outputs):
                     check(came.values(), len(self.streams))
                 self.last[prompt] = self.take(output)
                 yield prompt, self.last[prompt]

@@ -81,23 +81,33 @@ async def outputs(
                 record.saw(0, output)
                 yield 0, output
             return
-        waiting = {asyncio.ensure_future(anext(source)): i for i, source in enumerate(sources)}
+        # One place: deltas of a client that lags are merged in their streams, not kept here.
+        queue = asyncio.Queue[tuple[int, RequestOutput | Exception | None]](1)
+
+        async def read(i: int) -> None:
+            try:
+                async for output in sources[i]:
+                    await queue.put((i, output))
+                await queue.put((i, None))
+            except Exception as error:
+                await queue.put((i, error))
+
+        reading = [asyncio.create_task(read(i)) for i in range(len(sources))]
+        left = len(reading)
         try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    i = waiting.pop(task)
-                    try:
-                        output = task.result()
-                    except StopAsyncIteration:
-                        continue
+            while left:
+                i, output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                if output is None:
+                    left -= 1
+                else:
                     record.saw(i, output)
                     yield i, output
-                    waiting[asyncio.ensure_future(anext(sources[i]))] = i
         finally:
-            for task in waiting:
+            for task in reading:
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(*reading, return_exceptions=True)
 
 
 def check(outputs: Collection[RequestOutput], prompts: int) -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 
 from pydantic import ValidationError
 from pydantic_core import to_json
@@ -25,6 +26,7 @@ from serve.watch.access_log import record_of
 
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
+_MOST_CHARACTERS = 2000  # of a message
 _ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /metrics"
 # Replacements for pydantic's messages that speak of Python or of its own classes.
 _WORDS: dict[str, str] = {
@@ -60,6 +62,10 @@ class ApiError(Exception):
     code: str | None = None
     headers: Mapping[str, str] | None = None
     details: JsonMapping | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.message) > _MOST_CHARACTERS:  # it quotes a part of the body that nobody has shortened
+            self.message = self.message[:_MOST_CHARACTERS] + "..."
 
     @property
     def body(self) -> JsonObject:
@@ -128,13 +134,26 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, headers=error.headers)
 
 
+def _begun(value: object) -> object:
+    """As much of a value as an error shows, which may be a whole body."""
+    match value:
+        case str():
+            return value[:_SHOWN_CHARACTERS]
+        case list():
+            return [*map(_begun, value[:_SHOWN_CHARACTERS])]
+        case dict():
+            return {k[:_SHOWN_CHARACTERS]: _begun(v) for k, v in islice(value.items(), _SHOWN_CHARACTERS)}
+        case _:
+            return value
+
+
 def _of_validation(error: ValidationError) -> ApiError:
     """The error for the first fault of a body: its place, the expected value, the value got."""
     first = error.errors(include_url=False, include_context=False)[0]
     path = [str(part) for part in first["loc"] if " " not in str(part)]
     got = ""
     if first["type"] not in ("missing", "value_error"):
-        text = to_json(first["input"], fallback=lambda _: "?", inf_nan_mode="constants").decode(
+        text = to_json(_begun(first["input"]), fallback=lambda _: "?", inf_nan_mode="constants").decode(
             errors="replace"
         )
         got = f"; got {text[:_SHOWN_CHARACTERS]}{'...' if len(text) > _SHOWN_CHARACTERS else ''}"

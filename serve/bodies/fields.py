@@ -5,12 +5,12 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationInfo,
+    WrapValidator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -98,14 +98,17 @@ def one_of(
     return told(tell, expected)
 
 
-def few(value: object) -> object:
-    """Check the number of members first, as objects do not fail at their first wrong member."""
-    if isinstance(value, dict) and len(value) > _MOST_IDS:
-        raise ValueError(f"at most {_MOST_IDS} tokens are allowed, got {len(value)}")
-    return value
+def first_wrong(value: object, check: Callable[[object], object]) -> object:
+    """Check the number of members, then one after the other, as mappings do not fail at a wrong member."""
+    if isinstance(value, dict):
+        if len(value) > _MOST_IDS:
+            raise ValueError(f"at most {_MOST_IDS} tokens are allowed, got {len(value)}")
+        for name, member in value.items():
+            check({name: member})
+    return check(value)
 
 
-Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(few)]
+Biases = Annotated[dict[_TokenKey, Annotated[float, Field(ge=-100, le=100)]], WrapValidator(first_wrong)]
 Stops = Annotated[
     Annotated[Stop, Tag("a string")]
     | Annotated[list[Stop], Field(fail_fast=True, max_length=_MOST_STOPS), Tag("a list")],

@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field, ValidationError
 
 from serve.bodies.admin import ReleaseBody, ResumeBody, UpdateBody
-from serve.bodies.fields import Biases, Body, few
+from serve.bodies.fields import Biases, Body, first_wrong
 from serve.bodies.responses import ResponsesBody
 from serve.bodies.schema import CompletionBody
 from serve.routes.openapi import BODIES
@@ -22,7 +22,7 @@ def unbounded(kind: type[Body]) -> Iterator[str]:
 
 
 def _unbounded(schema: object, path: str, counted: bool) -> Iterator[str]:
-    """counted: whether the number of a mapping's members is checked before the mapping is."""
+    """counted: whether a mapping's members are counted, and then checked one after the other."""
     if isinstance(schema, list | tuple):
         for i, part in enumerate(schema):
             yield from _unbounded(part, f"{path}.{i}", counted)
@@ -35,7 +35,7 @@ def _unbounded(schema: object, path: str, counted: bool) -> Iterator[str]:
         yield f"{path}: a union that tries one branch after the other"
     if kind == "dict" and not counted and not _takes_anything(schema):
         yield f"{path}: a mapping of any size whose members may be wrong"
-    counted = kind in ("function-before", "nullable", "default") and (counted or _counts(schema))
+    counted = kind in ("function-wrap", "nullable", "default") and (counted or _counts(schema))
     for name, part in schema.items():
         # A constant may be anything; a definition is visited where it is defined.
         if name not in ("default", "expected", "metadata", "serialization", "discriminator", "function"):
@@ -43,7 +43,7 @@ def _unbounded(schema: object, path: str, counted: bool) -> Iterator[str]:
 
 
 def _counts(schema: dict[str, Any]) -> bool:
-    return schema.get("function", {}).get("function") is few
+    return schema.get("function", {}).get("function") is first_wrong
 
 
 def _takes_anything(schema: dict[str, Any]) -> bool:
@@ -85,6 +85,7 @@ def test_the_search_finds_lists_mappings_and_unions():
         (UpdateBody, {"model_path": "a", "probe": [[["a"] * 99] * 99] * 64}),
         (UpdateBody, {"model_path": "a", "probe": [1] * 64}),
         (CompletionBody, {"prompt": "q", "logit_bias": {str(i): "" for i in range(9999)}}),
+        (CompletionBody, {"prompt": "q", "logit_bias": {f"x{i}": "" for i in range(999)}}),
     ],
 )
 def test_one_error_is_made_for_many_wrong_items(kind: Callable[[], Body], body):

@@ -110,6 +110,28 @@ def test_long_prompts_are_refused_before_they_are_tokenised(server: Running, mon
     admission.release(reservation)
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": _LONG}, 400),
+        ("/v1/completions", {"prompt": _LONG, "truncate_prompt_tokens": 4, "max_tokens": 1}, 200),
+        ("/generate", {"text": _LONG}, 400),
+        ("/v1/chat/completions", _CHAT, 400),
+        ("/v1/chat/completions", {**_CHAT, "truncate_prompt_tokens": 4}, 200),
+        ("/v1/responses", {"input": _LONG}, 400),
+        ("/v1/messages", {**_CHAT, "model": "tiny"}, 400),
+        ("/v1/messages/count_tokens", {"messages": _CHAT["messages"]}, 200),
+        ("/tokenize", {"prompt": _LONG}, 200),
+    ],
+)
+def test_a_text_that_must_be_too_long_is_not_tokenised(server: Running, monkeypatch, route, body, status):
+    """A text that is cut, counted or tokenised may have any length."""
+    monkeypatch.setattr(Tokenizer, "_least_tokens", lambda self, text: len(text))
+    answer = server.variant().post(route, json=body)
+    assert answer.status_code == status, answer.text
+    assert ("characters, at least" in answer.text) == (status == 400)
+
+
 def test_counting_keeps_no_long_answer_waiting(server: Running, monkeypatch):
     """Texts to be counted wait for each other, in the queue; other threads write long answers."""
     counting, go_on = threading.Event(), threading.Event()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mtp_jax.errors import CheckpointError, RequestError
+from mtp_jax.errors import CheckpointError, PromptTooLong, RequestError
 from mtp_jax.text.chat_template import ChatTemplate
 from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
 
@@ -332,3 +332,49 @@ def test_arithmetic_and_loops_within_the_limits() -> None:
         {%- for a in [] %}{{ a }}{% else %} none{% endfor %}
         {%- for a in [[1], 2] recursive %} {{ loop(a) if a is iterable else a }}{% endfor %}"""
     assert ChatTemplate(template).render({}) == "12 1024 -3.0 abab 12 23 none  1 2"
+
+
+@settings(max_examples=50)
+@given(text=st.text(max_size=200), longest=st.integers(0, 100))
+def test_a_text_is_refused_unread_only_if_it_is_too_long(text, longest):
+    tokenizer = demo()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer._least_tokens(text) <= len(ids)
+    try:
+        assert tokenizer.encode(text, add_special_tokens=False, most=longest) == ids
+    except PromptTooLong:
+        assert len(ids) > longest
+
+
+def test_a_text_of_more_bytes_than_its_most_tokens_have_is_not_encoded(monkeypatch):
+    tokenizer = demo()
+    longest = max(map(len, tokenizer._bytes))
+    monkeypatch.setattr(tokenizer, "backend", None)
+    with pytest.raises(
+        PromptTooLong, match=f"has {100 * longest} characters, at least 100 tokens; at most 99"
+    ):
+        tokenizer.encode("a" * (100 * longest), most=99)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}},
+        {"added_tokens": {"rstrip": True}},
+        {"vocab": "a"},
+    ],
+    ids=str,
+)
+def test_where_text_may_vanish_no_length_is_too_long(tmp_path, change):
+    told = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    told["normalizer"] = change.get("normalizer")
+    told["added_tokens"][0] |= change.get("added_tokens", {})
+    if lost := change.get("vocab"):
+        told["model"]["vocab"]["aa" * 99] = told["model"]["vocab"].pop(lost)
+        told["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer._least_tokens("a" * 10**6) == 0
