@@ -292,11 +292,30 @@ function showState(info) {
   if (compiles) setTimeout(() => serverInfo(options.key.value).then(showState, () => {}), 2000);
 }
 
+/** Say what the model says of itself, with messages to try it with. */
+function introduce({ about = "", prompts = [] }) {
+  $("about").textContent = about;
+  const buttons = prompts.map((text) => {
+    const button = element("button", "small", text);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      if (running) return;
+      options.mode.value = "chat";
+      showMode();
+      $("prompt").value = text;
+      send();
+    });
+    return button;
+  });
+  $("examples").replaceChildren(...buttons);
+}
+
 /** Ask the server what it can do, and offer no more than that. */
 async function connect() {
   try {
     const info = await serverInfo(options.key.value);
     showState(info);
+    introduce((info.has_chat_template && info.introduction) || {});
     document.title = `${info.served_model_name} · mtp-jax`;
     $("notice").hidden = true;
     if (!info.has_chat_template) {
