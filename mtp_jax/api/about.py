@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mtp_jax.api.introduction import Introduction
 from mtp_jax.api.simulated import MARK as SIMULATED
 from mtp_jax.decode.law import MARK as SYNTHETIC
 from mtp_jax.engine.config import EngineConfig
@@ -17,6 +18,7 @@ class About:
     Attributes:
         tokenizer: the tokenizer; None where the model's folder has none.
         sampling_defaults: the model's own sampling options, of its generation_config.json.
+        introduction: the model's words about itself; None where its folder has none.
         simulated: whether a simulated device answers in the model's place.
         structured: whether the engine can constrain an output to a grammar.
     """
@@ -25,6 +27,7 @@ class About:
     engine: EngineConfig
     tokenizer: Tokenizer | None
     sampling_defaults: JsonMapping
+    introduction: Introduction | None
     simulated: bool
     structured: bool
 

@@ -21,6 +21,7 @@ from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, RequestOptions, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
 from mtp_jax.api.hooks import Hooks
+from mtp_jax.api.introduction import introduction
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.api.progress import Reporter, Silent
@@ -85,6 +86,7 @@ class AsyncLLM:
             llm.engine.config,
             llm.tokenizer,
             llm.sampling_defaults,
+            introduction(llm.folders[0]),
             simulated=llm.simulated,
             structured=structured,
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.api.interrupt import interruptible
+from mtp_jax.api.introduction import introduction
 from mtp_jax.commands import show
 from mtp_jax.commands.options import (
     add_engine,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
 
 _HELP = "/reset begins anew, /system TEXT does so with a system message, /exit ends; Ctrl-C stops an answer"
-_DEMO = "The demo model answers with short Python functions. Try: Return the number of lines of a file."
 _HISTORY = Path("~/.cache/mtp-jax/chat_history")
 _HISTORY_LINES = 1000
 
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     llm = open_llm(args, report, 1)
     llm.warm_up(None, params)
     ready(report, llm)
-    if args.model is None:
-        show.note(_DEMO)
+    if told := introduction(directory):
+        show.note(" Try: ".join((told.about, *told.prompts[:1])))
     if not args.quiet:
         show.note(_HELP)
     _Chat(llm, tokenizer, params, args.system, args.quiet).talk()

@@ -126,6 +126,9 @@ async def server_info(server: Server, request: Request) -> Response:
         **server.fingerprint,
         "released_memory": server.allm.released,
         "state": server.allm.warm_up.state,
+        "verifier": config.verifier,
+        "sampling_defaults": about.sampling_defaults,
+        "introduction": about.introduction and about.introduction.as_json(),
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],
     }

@@ -20,7 +20,8 @@ export class Answer {
   text = "";
   calls = new Calls();
   waits = false; // for the results of its calls
-  record = { chunks: [], why: "", error: "" }; // what an equal answer is made of: [milliseconds, chunk] as they came
+  record = { label: "", chunks: [], why: "", error: "" }; // what an equal answer is made of: [milliseconds, chunk]
+  #said = ""; // all that it shows: thoughts, text and calls
   #started = performance.now();
   #body = element("div", "text");
   #blocks;
@@ -34,6 +35,7 @@ export class Answer {
 
   constructor(place, mode, label = "Answer") {
     this.element = element("article", `answer ${LOOKS[mode]}`);
+    this.record.label = label;
     this.element.setAttribute("aria-label", label);
     this.element.setAttribute("aria-busy", "true"); // read out once, at its end
     this.#blocks = mode === "chat" ? new Blocks(this.#body) : null;
@@ -43,8 +45,8 @@ export class Answer {
   }
 
   /** The answer that a record tells of. */
-  static from(record, ...where) {
-    const made = new Answer(...where);
+  static from(record, place, mode) {
+    const made = new Answer(place, mode, record.label);
     for (const [at, chunk] of record.chunks) made.push(chunk, at);
     if (record.error) made.fail(record.error);
     made.close(record.why || (made.#end ? "" : "interrupted"));
@@ -97,16 +99,17 @@ export class Answer {
     this.#figures.before(shown);
   }
 
-  /** What it has over another answer to the same, in words; empty if one of them was cut or has no rate. */
+  /** What it has over the same without drafts, in words; empty if one was cut. Rates of two texts say nothing. */
   over(other) {
     if (this.record.why || other.record.why) return "";
-    if (!this.#meter.rate || !other.#meter.rate) return "";
-    const faster = (this.#meter.rate / other.#meter.rate).toFixed(2);
-    return `${faster} times the tokens/s, ${this.text === other.text ? "the same text" : "another text"}`;
+    if (this.#said !== other.#said) return "The texts differ, as rounding can make them, so their rates are not compared";
+    if (!this.#meter.rate || !other.#meter.rate) return "The same text";
+    return `With MTP: ${(this.#meter.rate / other.#meter.rate).toFixed(2)} times the tokens/s, the same text`;
   }
 
   #show(text, where, blocks = null) {
     if (!text) return;
+    this.#said += text;
     for (const piece of this.#origins.take(text)) {
       const make = (part) => {
         const span = element("span", piece.drafted ? "drafted" : "", part);

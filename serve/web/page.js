@@ -12,11 +12,12 @@ const touch = matchMedia("(hover: none)");
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 
 const TOOL = "tool:"; // before the name of a tool as a choice, which may be called "auto"
-const KEPT = ["system", "tools", "tool_choice"]; // options that belong to a conversation
+const INITIAL = JSON.stringify(settings());
 
-// In the order of the page: {mode, turn, asked, place, answer, twin, shown}. A turn is what was said, as messages;
-// `asked` how, as fields of the request and the system message; a twin is the same answer without MTP.
+// In the order of the page: {mode, turn, asked, place, answer, twins, shown}. A turn is what was said, as messages;
+// `asked` how, as fields of the request and the system message. Twins are answers to the same, the last without MTP.
 let exchanges = [];
+let server = {}; // what it says of itself
 let running = null; // an AbortController while an answer comes; its reason says why it ended
 
 /** How to ask, by the settings. The seed is drawn here where none is given, so that it can be used again. */
@@ -89,7 +90,7 @@ function sendResults(results) {
 
 function begin(mode, turn, label) {
   exchanges.at(-1)?.answer.calls.settle();
-  const exchange = { mode, turn, label, asked: null, answer: null, twin: null };
+  const exchange = { mode, turn, label, asked: null, answer: null, twins: [] };
   show(exchange);
   exchanges.push(exchange);
   ask(exchange);
@@ -109,33 +110,47 @@ function regenerate() {
 async function ask(exchange) {
   exchange.asked = asked(exchange.mode, exchange.turn);
   exchange.place.replaceChildren();
-  exchange.twin = null;
+  exchange.twins = [];
   exchange.answer = new Answer(exchange.place, exchange.mode);
   await run(exchange.answer, exchange, requestBody(exchange));
+  const follow = atEnd();
   settle(exchange);
+  keepEndInView(follow);
   save();
 }
 
-/** The same again, with the same seed and without drafts, beside the answer. */
+/** The same again without drafts. Where that may be another text by chance, both are asked for greedily. */
 async function again(exchange) {
   if (running) return;
   exchange.place.replaceChildren(exchange.answer.element);
-  exchange.twin = newTwin(exchange);
-  const { metrics } = exchange.asked.fields.speculative;
-  await run(exchange.twin, exchange, requestBody(exchange, { speculative: { metrics, enabled: false } }));
+  exchange.twins = [];
+  const { fields } = exchange.asked;
+  const plain = { speculative: { metrics: fields.speculative.metrics, enabled: false } };
+  const greedy = { temperature: 0 };
+  const asks = hasOneText(fields)
+    ? [["Answer without MTP", plain]]
+    : [["Greedy answer", greedy], ["Greedy answer without MTP", { ...greedy, ...plain }]];
+  for (const [label, changed] of asks) {
+    const twin = new Answer(exchange.place, exchange.mode, label);
+    exchange.twins.push(twin);
+    await run(twin, exchange, requestBody(exchange, changed));
+    if (twin.record.why) break;
+  }
   const follow = atEnd();
   compare(exchange);
   keepEndInView(follow);
   save();
 }
 
-function newTwin(exchange, make = (...where) => new Answer(...where)) {
-  return make(exchange.place, exchange.mode, "Answer without MTP");
+/** Whether a request has the same text with drafts and without: greedily, or by its seed if the server couples them. */
+function hasOneText({ temperature = server.sampling_defaults?.temperature }) {
+  return temperature === 0 || server.verifier === "coupled";
 }
 
-function compare({ place, answer, twin }) {
-  const said = answer.over(twin);
-  if (said) place.append(element("p", "compared quiet", `With MTP: ${said}`));
+function compare({ place, answer, twins }) {
+  const [drafted, plain] = [answer, ...twins].slice(-2);
+  const said = plain && drafted.over(plain);
+  if (said) place.append(element("p", "compared quiet", said));
 }
 
 /** Offer what can be done with an answer that has ended. */
@@ -144,6 +159,7 @@ function settle(exchange) {
   if (exchange.asked.fields.speculative.enabled === false) return;
   const button = element("button", "small again", "Again without MTP");
   button.type = "button";
+  button.title = "The same request; where sampling would give another text, greedily with drafts and without";
   button.addEventListener("click", () => again(exchange));
   exchange.answer.offer(button);
 }
@@ -186,27 +202,42 @@ function clear() {
 
 /** Keep the conversation and what belongs to it. */
 function save() {
-  const settings = Object.fromEntries(KEPT.map((name) => [name, options[name].value]));
-  const told = exchanges.map(({ mode, turn, label, asked, answer, twin }) => {
-    return { mode, turn, label, asked, answer: answer.record, twin: twin?.record };
+  const told = exchanges.map(({ mode, turn, label, asked, answer, twins }) => {
+    return { mode, turn, label, asked, answer: answer.record, twins: twins.map((twin) => twin.record) };
   });
-  if (told.length || settings.system || settings.tools) keep({ settings, exchanges: told });
+  if (told.length || JSON.stringify(settings()) !== INITIAL) keep({ settings: settings(), exchanges: told });
   else forget();
+}
+
+/** The settings by name, without the key, and without what the server leaves no choice in. */
+function settings() {
+  const forced = [options.key, ...(options.speculate.disabled ? [options.speculate] : [])];
+  if (options.mode[0].disabled) forced.push(...options.mode);
+  const own = [...options].filter((field) => field.name && !forced.includes(field));
+  const chosen = own.filter((field) => field.type !== "radio" || field.checked);
+  return Object.fromEntries(chosen.map((field) => [field.name, field[valueOf(field)]]));
+}
+
+function valueOf({ type }) {
+  return type === "checkbox" ? "checked" : "value";
 }
 
 /** Show the conversation that was kept. */
 function restore() {
-  const { settings = {}, exchanges: told = [] } = kept() ?? {};
-  for (const name of KEPT) {
-    options[name].value = settings[name] ?? options[name].value;
+  const { settings: own = {}, exchanges: told = [] } = kept() ?? {};
+  for (const [name, value] of Object.entries(own)) {
+    const field = options[name];
+    if (!field) continue; // of another version of the page
+    field[valueOf(field)] = value;
     if (name === "tools") checkTools(); // there are no names to choose from before
   }
-  for (const { answer, twin, ...exchange } of told) {
+  for (const { answer, twins = [], ...exchange } of told) {
     show(exchange);
     exchanges.push(exchange);
-    exchange.answer = Answer.from(answer, exchange.place, exchange.mode);
-    exchange.twin = twin && newTwin(exchange, (...where) => Answer.from(twin, ...where));
-    if (exchange.twin) compare(exchange);
+    const again = (record) => Answer.from(record, exchange.place, exchange.mode);
+    exchange.answer = again(answer);
+    exchange.twins = twins.map(again);
+    compare(exchange);
   }
   exchanges.forEach(settle);
   setRunning(null);
@@ -292,11 +323,31 @@ function showState(info) {
   if (compiles) setTimeout(() => serverInfo(options.key.value).then(showState, () => {}), 2000);
 }
 
+/** Say what the model says of itself, with messages to try it with. */
+function introduce({ about = "", prompts = [] }) {
+  $("about").textContent = about;
+  const buttons = prompts.map((text) => {
+    const button = element("button", "small", text);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      if (running) return;
+      options.mode.value = "chat";
+      showMode();
+      $("prompt").value = text;
+      send();
+    });
+    return button;
+  });
+  $("examples").replaceChildren(...buttons);
+}
+
 /** Ask the server what it can do, and offer no more than that. */
 async function connect() {
   try {
     const info = await serverInfo(options.key.value);
+    server = info;
     showState(info);
+    introduce((info.has_chat_template && info.introduction) || {});
     document.title = `${info.served_model_name} · mtp-jax`;
     $("notice").hidden = true;
     if (!info.has_chat_template) {

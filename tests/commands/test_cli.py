@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import mtp_jax.api.llm
-from mtp_jax import LLM, Thoughts
+from mtp_jax import LLM, Thoughts, demo_model
 from mtp_jax.commands import cli, show
 from tests import golden, tiny_tokenizer
 from tests.models import RATES
@@ -348,12 +348,14 @@ def test_a_chat_that_is_too_long_goes_on(run, model):
     assert "[3 tokens (length)" in err
 
 
-def test_chat_says_what_the_demo_model_answers(run, model, monkeypatch):
-    monkeypatch.setattr("mtp_jax.commands.options.demo_model", lambda: model)
-    monkeypatch.setattr("mtp_jax.api.load.demo_model", lambda: model)
-    status, _, err = run("chat", *SIZES, stdin="/exit\n")
+def test_chat_says_what_the_demo_model_answers(run, model, tmp_path):
+    assert "Try: " not in run("chat", model, *SIZES, stdin="/exit\n")[2]
+    introduced = shutil.copytree(model, tmp_path / "model")
+    shutil.copy(demo_model() / "introduction.json", introduced)
+    status, _, err = run("chat", introduced, *SIZES, stdin="/exit\n")
     assert status == 0
-    assert "The demo model answers with short Python functions." in err
+    assert "The demo model answers with short Python functions" in err
+    assert "Try: Set the value of an option." in err
 
 
 def test_chat_needs_a_template(run, model, tmp_path):

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from mtp_jax import LLM, CheckpointError, ConfigError, SamplingParams
+from mtp_jax import LLM, CheckpointError, ConfigError, SamplingParams, demo_model
+from mtp_jax.api.introduction import introduction
+from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.commands import cli
 from mtp_jax.commands.serve import summary
 from tests.serve.conftest import RATES, SIZES, Running, start
 
 SAID: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+INTRODUCTION = {"about": "It <answers>.", "prompts": ["Ask this.", "Ask that."]}
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,7 @@ def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(model, folder)
     more = {"do_sample": True, "eos_token_id": 1, "max_new_tokens": None, "min_p": None}
     (folder / "generation_config.json").write_text(json.dumps(SAID | more))
+    (folder / "introduction.json").write_text(json.dumps(INTRODUCTION))
     return folder
 
 
@@ -100,6 +104,36 @@ def test_requests_take_what_they_do_not_name(told: Path, monkeypatch):
         assert "sampling  temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05 unless given" in text
     finally:
         running.stop()
+
+
+def test_clients_are_told_the_models_own_and_its_introduction(told: Path, server: Running):
+    running = start(simulated(told, verifier="coupled"))
+    try:
+        info = running.variant().get("/server_info").json()
+    finally:
+        running.stop()
+    assert info["sampling_defaults"] == SAID
+    assert info["introduction"] == INTRODUCTION
+    assert info["verifier"] == "coupled"
+    plain = server.variant().get("/server_info").json()
+    assert (plain["sampling_defaults"], plain["introduction"]) == ({}, None)
+    assert plain["verifier"] == "block"
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"about": 3}, {"about": "It answers.", "prompts": "Ask"}, {"about": "", "prompts": [{}]}]
+)
+def test_a_wrong_introduction_names_the_file(tmp_path: Path, value):
+    (tmp_path / "introduction.json").write_text(json.dumps(value))
+    with pytest.raises(ConfigError, match=r"introduction\.json has \{.*mend the file, or remove it"):
+        introduction(tmp_path)
+
+
+def test_the_embedded_model_samples_where_it_makes_sense_and_says_what_to_try():
+    found = introduction(demo_model())
+    assert found
+    assert len(found.prompts) == 3
+    assert 0 < sampling_defaults(demo_model(), "model")["temperature"] < 0.5
 
 
 def test_it_is_said_at_the_start_where_the_model_says_nothing(server: Running):

@@ -197,7 +197,7 @@ def test_again_without_drafts_stands_beside_the_answer_with_its_seed(opened: Ope
     page = opened(viewport={"width": 1200, "height": 700})
     change_requests(page, ignore_eos=True)
     with page.expect_request("**/v1/chat/completions") as sent:
-        answer = send(page, "abc", Temperature=0.8)
+        answer = send(page, "abc")
     first = body_of(sent.value)
     finished(page)
     page.get_by_label("Temperature").fill("0.1")  # what is asked again does not change
@@ -232,3 +232,35 @@ def test_again_without_drafts_stands_beside_the_answer_with_its_seed(opened: Ope
     page.get_by_role("button", name="Again without MTP").first.click()
     finished(page)
     expect(page.locator("article.answer")).to_have_count(3)
+
+
+@browser_only
+@pytest.mark.rest
+def test_a_sampled_answer_is_compared_by_two_greedy_ones(opened: Opener, server: Running):
+    page = opened()
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda sent: bodies.append(body_of(sent)) if sent.method == "POST" else None)
+    change_requests(page, ignore_eos=True)
+    send(page, "abc", Temperature=0.8)
+    finished(page)
+    page.get_by_role("button", name="Again without MTP").click()
+    compared = re.compile(r"^With MTP: \d+\.\d\d times the tokens/s, the same text$")
+    expect(page.locator(".compared")).to_have_text(compared)
+    assert [body["temperature"] for body in bodies] == [0.8, 0, 0]
+    assert [body["speculative"].get("enabled", True) for body in bodies] == [True, True, False]
+    greedy, plain = (page.get_by_label(f"Greedy answer{own}", exact=True) for own in ("", " without MTP"))
+    text = greedy.locator("> .text").text_content()
+    assert text
+    expect(plain.locator("> .text")).to_have_text(text, use_inner_text=False)
+    page.reload()
+    expect(page.locator(".compared")).to_have_text(compared)
+
+    info = server.variant().get("/server_info").json()  # by one seed a coupled verifier writes one text
+    page.route("**/server_info", lambda route: route.fulfill(json=info | {"verifier": "coupled"}))
+    page.reload()
+    expect(page.locator("#model")).to_have_text("tiny")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Again without MTP").click()
+    assert body_of(sent.value)["temperature"] == 0.8
+    finished(page)
+    expect(page.locator("article.answer")).to_have_count(2)

@@ -35,6 +35,7 @@ def test_a_call_grows_and_its_result_is_sent(opened: Opener, client: httpx2.Clie
     assert written.strip() == expected["arguments"]
     assert len(early) < len(written)
     expect(answer.locator(".figures")).to_contain_text("waits for results")
+    expect(page.get_by_role("button", name="Send results")).to_be_in_viewport()
 
     page.reload()  # the calls are kept, and their results still asked for
     expect(page.get_by_label("Tool choice")).to_have_value("tool:go")

@@ -37,7 +37,30 @@ def test_a_conversation_is_kept_until_it_is_cleared(opened: Opener):
     page.get_by_role("button", name="Clear").click()
     page.reload()
     expect(page.locator("article")).to_have_count(0)
+    expect(page.get_by_label("Temperature")).to_have_value("0")
+    for label, value in (("Temperature", ""), ("Max tokens", "512")):  # as at the beginning
+        page.get_by_label(label).fill(value)
+        page.get_by_label(label).press("Tab")
     assert page.evaluate("localStorage.length") == 0
+
+
+@browser_only
+@pytest.mark.rest
+def test_settings_are_kept_and_ask_as_before(opened: Opener):
+    page = opened()
+    page.get_by_label("Text completion").check()
+    page.get_by_label("Depth").fill("2")
+    page.get_by_label("Mark drafted tokens").uncheck()
+    with page.expect_request("**/v1/completions") as sent:
+        send(page, "abc", **{"Seed": 7, "Top p": 0.5, "Max tokens": 4})
+    finished(page)
+    page.reload()
+    expect(page.get_by_label("Text completion")).to_be_checked()
+    expect(page.get_by_label("Mark drafted tokens")).not_to_be_checked()
+    with page.expect_request("**/v1/completions") as again:
+        page.get_by_role("button", name="Regenerate").click()
+    assert body_of(again.value) == body_of(sent.value)
+    finished(page)
 
 
 @browser_only

@@ -115,6 +115,24 @@ def test_a_model_without_a_chat_template_completes_text_alone(opened: Opener, se
 
 @browser_only
 @pytest.mark.rest
+def test_an_empty_page_introduces_the_model_and_offers_messages(opened: Opener, server: Running):
+    page = opened()
+    expect(page.locator("#about")).to_have_text("")
+    told = {"introduction": {"about": "It <b>answers</b>.", "prompts": ["abc", "def"]}}
+    info = server.variant().get("/server_info").json() | told
+    page.route("**/server_info", lambda route: route.fulfill(json=info))
+    page.reload()
+    expect(page.locator("#about")).to_have_text("It <b>answers</b>.")
+    page.get_by_label("Max tokens").fill("4")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="def").click()
+    assert body_of(sent.value)["messages"] == [{"role": "user", "content": "def"}]
+    finished(page)
+    expect(page.locator("#welcome")).to_be_hidden()
+
+
+@browser_only
+@pytest.mark.rest
 def test_an_enter_that_ends_a_composition_sends_nothing(opened: Opener):
     page = opened()
     prompt = page.get_by_role("textbox", name="Prompt")
