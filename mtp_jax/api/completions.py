@@ -124,8 +124,8 @@ class CompletionState:
             text = self._decoder.push([token])
         may_stop = self.seen > request.params.min_tokens
         thought, text = self._split(token, text)
-        visible = self._stops.push(thought, may_stop, inside=True)[0] if thought else ""
-        visible += self._stops.push(text, may_stop)[0]
+        parts = [self._stops.push(thought, may_stop, inside=True)[0]] if thought else []
+        visible = "".join([*parts, self._stops.push(text, may_stop)[0]])
         self._texts.append(visible)
         self.token_texts.append(visible)
 

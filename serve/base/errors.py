@@ -65,7 +65,8 @@ class ApiError(Exception):
 
     def __post_init__(self) -> None:
         if len(self.message) > _MOST_CHARACTERS:  # it quotes a part of the body that nobody has shortened
-            self.message = self.message[:_MOST_CHARACTERS] + "..."
+            half = _MOST_CHARACTERS // 2
+            self.message = f"{self.message[:half]}...{self.message[-half:]}"
 
     @property
     def body(self) -> JsonObject:
@@ -160,5 +161,5 @@ def _of_validation(error: ValidationError) -> ApiError:
     message = _WORDS.get(first["type"], first["msg"].removeprefix("Value error, "))
     where = ".".join(path)[:_SHOWN_CHARACTERS]
     if not path:  # a rule about several fields names the field to change
-        return ApiError(400, message, param=message.partition(":")[0])
+        return ApiError(400, message, param=message.partition(":")[0].partition(".")[0])
     return ApiError(400, f"{where}: {message}{got}", param=path[0])

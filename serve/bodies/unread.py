@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 
 from serve.bodies.fields import Body, Name
 
-_NOT_TEXT = "is not text; this server takes no images, audio or files"
+_NOT_TEXT = "is not text; this server takes no images, audio or files; got the type {!r}"
 # The noun of a part whose type has one of these words in it.
 _NOUNS = {
     **dict.fromkeys(("image", "screenshot"), "an image"),
@@ -62,7 +62,7 @@ def check_newest(parts: _Parts, path: str) -> None:
     """
     for i, part in _each(parts):
         if isinstance(part, Unread) and part.noun:
-            raise ValueError(f"{path}.{i}: {_NOT_TEXT}")
+            raise ValueError(f"{path}.{i}: {_NOT_TEXT.format(part.type)}")
 
 
 def _each(parts: _Parts) -> Iterable[tuple[int, object]]:

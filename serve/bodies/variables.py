@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import Discriminator, PrivateAttr, Tag, model_validator
 
 from mtp_jax import JsonObject, Tokenizer
 from serve.bodies.fields import Body, bounds
@@ -12,6 +12,10 @@ from serve.bodies.fields import Body, bounds
 _MOST_VALUES = 4096  # of all variables of a request; templates take switches, a few names or a list of texts
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_Think = Annotated[
+    Annotated[Effort, Tag("a string")] | Annotated[bool, Tag("a boolean")],
+    Discriminator(lambda value: "a string" if isinstance(value, str) else "a boolean"),
+]
 
 
 class Thinking(Body):
@@ -100,7 +104,7 @@ class Switches(Body):
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None
-    think: bool | Effort | None = None
+    think: _Think | None = None
     enable_thinking: bool | None = None
     clear_thinking: bool | None = None
     preserve_thinking: bool | None = None
