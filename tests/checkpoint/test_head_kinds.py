@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mtp_jax.checkpoint import load, summarise
+from mtp_jax.checkpoint import convert, load, summarise
 from mtp_jax.checkpoint.head import head_config
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import YarnConfig
@@ -124,6 +124,8 @@ def test_a_head_without_tables_drafts_by_the_trunks(tmp_path: Path):
     assert own.nextn_parameters == count(param_specs(found.config).drafter)
     assert whole.nextn_parameters == own.nextn_parameters + 52 * 40 + 52
     assert own.weight_bytes["float32"] == whole.weight_bytes["float32"] - 4 * (52 * 40 + 52)
+    convert(TRUNK, tmp_path / "orbax", folder, dtype="float32")
+    assert_same(load(tmp_path / "orbax").params, found.params)
 
 
 def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path):

@@ -133,3 +133,20 @@ def test_options_that_the_oracles_heads_do_not_have(
     fed_back = normed(fused, p.hidden_norm) if normed_residual else fused
     close("eagle3", got["fed_back"], fed_back)
     close("eagle3", got["logits"], 0.25 * normed(fed_back, p.norm) @ np.asarray(p.head).T)
+
+
+def test_a_head_without_a_table_reads_the_trunks(rng: np.random.Generator):
+    found = loaded("eagle3")
+    cfg, params, head = found.config, found.params, found.config.drafter
+    assert isinstance(head, Eagle3Config)
+    assert isinstance(params.drafter, Eagle3)
+    layer = replace(head.layer, vocab_size=cfg.vocab_size)
+    cfg = replace(cfg, drafter=replace(head, layer=layer, maps=False, heads=False, logit_scale=0.5))
+    bare = replace(params, drafter=replace(params.drafter, head=None, target_offset=None))
+    specs = param_specs(cfg).drafter
+    assert isinstance(specs, Eagle3)
+    assert specs.head is specs.target_offset is None
+    z = rng.normal(size=(1, 5, 40)).astype(np.float32)
+    got = jax.jit(lambda p: Eagle3Head(cfg).logits(p, 0, jnp.asarray(z), ON))(bare)
+    want = 0.5 * normed(z, params.drafter.norm) @ np.asarray(params.table).T
+    close("eagle3", got, want)
