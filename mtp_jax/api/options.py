@@ -82,7 +82,7 @@ class LLMOptions(EngineOptions):
     )
     sampling_defaults: SamplingDefaults = option(
         "model",
-        "temperature, top_p, top_k and repetition_penalty unless a request names them: the model's "
+        "temperature, top_p, top_k, min_p and repetition_penalty unless a request names them: the model's "
         "generation_config.json, or none of it",
         choices=get_args(SamplingDefaults),
     )

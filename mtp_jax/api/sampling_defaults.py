@@ -8,7 +8,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.hf_config import read_json
 
 FILE = "generation_config.json"
-NAMES = ("temperature", "top_p", "top_k", "repetition_penalty")
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: Path, source: str) -> JsonObject:

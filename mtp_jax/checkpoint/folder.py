@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,9 +168,12 @@ def _is_plain(file: str) -> bool:
     return file.endswith(".safetensors") and not any(c in file for c in "/\\:\0") and not file.startswith(".")
 
 
-def text_files(path: Path) -> Iterator[Path]:
-    """The small files of a checkpoint: tokenizer, chat template, generation settings."""
-    names = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-    for name in (*TOKENIZER_FILES, *names):
-        if (path / name).is_file():
-            yield path / name
+def copy_text_files(source: Path, target: Path) -> None:
+    """Copy the small files of a checkpoint: tokenizer, chat templates, generation settings."""
+    names = ("tokenizer_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+    files = [source / name for name in (*TOKENIZER_FILES, *names, "generation_config.json")]
+    for file in (*files, *source.glob("additional_chat_templates/*.jinja")):
+        if file.is_file():
+            to = target / file.relative_to(source)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, to)

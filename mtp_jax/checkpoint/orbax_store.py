@@ -5,7 +5,6 @@ A folder holds config.json (the dialect of the release), ``params/`` (Orbax) and
 """
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from mtp_jax.checkpoint.folder import read_config, text_files
+from mtp_jax.checkpoint.folder import copy_text_files, read_config
 from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
 from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -185,8 +184,7 @@ def convert(
         progress=progress,
     )
     save(out_dir, loaded.config, loaded.params)
-    for file in text_files(Path(model_dir)):
-        shutil.copyfile(file, out_dir / file.name)
+    copy_text_files(Path(model_dir), out_dir)
 
 
 def _only(targets: dict[str, jax.ShapeDtypeStruct]) -> "ocp.args.PyTreeRestore":

@@ -86,7 +86,7 @@ class ThinkingBudget:
     def __init__(
         self, most: int, closes: int, thoughts: Thoughts, inside: bool, text: Callable[[int], str]
     ) -> None:
-        """closes: the closing tag. inside: whether the output begins inside a thought. text: of a token."""
+        """closes: the closing tag. inside: whether the output begins in a thought. text: reads a token."""
         self._closes, self._thoughts, self._text = closes, thoughts, text
         self._place, self._left = thoughts.begin(inside), most
 

@@ -14,13 +14,13 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from mtp_jax.errors import CheckpointError
 from mtp_jax.json_object import JsonMapping
+from mtp_jax.text.added_tokens import MOST
 from mtp_jax.text.byte_level import written
 
 FILE = "tiktoken.model"
 CLASS = "TikTokenTokenizer"
 """tokenizer_class of the releases whose tokenization_kimi.py or tokenization_moonshot.py has ``SPLIT``."""
 
-_MOST_ADDED = 2**16  # the releases have 256; the table of all ids must not take the memory
 _WORD_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -105,10 +105,10 @@ def _added(file: Path, entries: object, first: int) -> dict[int, AddedToken]:
     for key, entry in (entries if isinstance(entries, Mapping) else {}).items():
         content = entry.get("content") if isinstance(entry, Mapping) else None
         token = int(key) if re.fullmatch("[0-9]{1,9}", key) else -1
-        if not (isinstance(content, str) and content and first <= token < first + _MOST_ADDED):
+        if not (isinstance(content, str) and content and first <= token < first + MOST):
             raise CheckpointError(
                 f"added_tokens_decoder of tokenizer_config.json has {key:.20}: {entry!r:.200}; expected an "
-                f"id from {first} to {first + _MOST_ADDED - 1}, as {file.name} has the ones below, and an "
+                f"id from {first} to {first + MOST - 1}, as {file.name} has the ones below, and an "
                 "object with content"
             )
         found[token] = AddedToken(content, special=entry.get("special") is True, normalized=False)

@@ -15,7 +15,7 @@ from tokenizers import decoders, normalizers
 
 from mtp_jax.errors import CheckpointError, PromptTooLong, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
-from mtp_jax.text import byte_level, tiktoken_file
+from mtp_jax.text import added_tokens, byte_level, tiktoken_file
 from mtp_jax.text.chat_template import OWN_VARIABLES, ChatTemplate, first_line
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.conversation import for_template
@@ -44,6 +44,7 @@ class Tokenizer:
         vocab_size: one more than the highest id that has a token. The model's own may be padded above it.
         bos_token, eos_token: text of these tokens, "" where the files name none.
         bos_id: id of bos, or None.
+        chat_template: the template of conversations without tools; None where there is none.
         OWN_VARIABLES: variables of a chat template that nobody else can give.
         eos_ids: every id that ends a generation (generation_config.json may list several); for models whose
             config.json names none.
@@ -75,7 +76,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys(eos))
         self._add_bos = config.get("add_bos_token") is True and self.bos_id is not None
         self._template = ChatTemplate(config.get("chat_template"))
-        self.chat_template = template if isinstance(template := config.get("chat_template"), str) else None
+        self.chat_template = self._template.sources.get("default")
 
     @classmethod
     def from_dir(cls, path: str | Path, chat_template: str | Path | None = None) -> "Tokenizer | None":
@@ -90,13 +91,13 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         if (folder / JSON_FILE).exists():
             backend = _read_backend(folder / JSON_FILE)
+            backend = added_tokens.with_added(backend, config, _read_json(folder / added_tokens.FILE))
         elif (folder / tiktoken_file.FILE).exists():
             backend = tiktoken_file.read_tiktoken(folder / tiktoken_file.FILE, config)
         else:
             return None
-        template = _template(folder, config) if chat_template is None else _read_text(Path(chat_template))
-        if template is not None:
-            config = {**config, "chat_template": template}
+        template = _templates(folder, config) if chat_template is None else _read_text(Path(chat_template))
+        config = {**config, "chat_template": template}
         return cls(backend, config, _read_json(folder / "generation_config.json"))
 
     @property
@@ -236,13 +237,28 @@ class StreamDecoder:
         return rest
 
 
-def _template(folder: Path, config: JsonMapping) -> str | None:
-    """A chat template in a file: the checkpoint's, or ours of a family that comes with an encoder instead."""
+def _templates(folder: Path, config: JsonMapping) -> object:
+    """The chat template, or the named templates, as ``ChatTemplate`` takes them.
+
+    A further file of a name, such as tool_use, goes before the template of that name.
+    """
+    default = _template(folder, config)
+    further = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if not further:
+        return default
+    named = {**ChatTemplate(default).sources, **{file.stem: _read_text(file) for file in further}}
+    return [{"name": name, "template": template} for name, template in named.items()]
+
+
+def _template(folder: Path, config: JsonMapping) -> object:
+    """The checkpoint's chat template, or ours of a family that comes with an encoder instead."""
     if (file := folder / "chat_template.jinja").exists():
         return _read_text(file)
+    if found := _read_json(folder / "chat_template.json").get("chat_template"):  # of older processors
+        return found
     family = str(_read_json(folder / "config.json").get("model_type"))
     if config.get("chat_template") or family not in _TEMPLATES:
-        return None
+        return config.get("chat_template")
     # The encoder is read and never run: V4's encoders differ in their efforts, and config.json does not tell.
     encoder = folder / "encoding" / "encoding_dsv4.py"
     three = encoder.exists() and "REASONING_EFFORT_PROMPTS" in _read_text(encoder)

@@ -15,7 +15,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from mtp_jax.bench import corpus
-from mtp_jax.checkpoint.folder import text_files
+from mtp_jax.checkpoint.folder import copy_text_files
 from mtp_jax.checkpoint.write import save_checkpoint
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -123,8 +123,7 @@ def export(cfg: ModelConfig, params: Params, recipe: Recipe, directory: Path) ->
     """Write the model in the release layout (bfloat16), with the tokenizer and the files beside that."""
     directory.mkdir(parents=True, exist_ok=True)
     save_checkpoint(directory, dataclasses.replace(cfg, dtype="bfloat16"), params, dtype="bfloat16")
-    for source in text_files(recipe.tokenizer.parent):
-        shutil.copyfile(source, directory / source.name)
+    copy_text_files(recipe.tokenizer.parent, directory)
     shutil.copyfile(recipe.tokenizer, directory / "tokenizer.json")  # a recipe may give it another name
     return directory
 

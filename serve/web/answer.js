@@ -99,6 +99,11 @@ export class Answer {
     this.#figures.before(shown);
   }
 
+  /** Parts of the request had no effect, in the server's words. */
+  warn(names) {
+    this.#figures.before(element("p", "quiet", `Without effect on this model: ${names}`));
+  }
+
   /** What it has over the same without drafts, in words; empty if one was cut. Rates of two texts say nothing. */
   over(other) {
     if (this.record.why || other.record.why) return "";

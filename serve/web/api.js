@@ -18,10 +18,12 @@ export async function serverInfo(key) {
   return response.json();
 }
 
-/** The chunks of a streamed answer, as they come. */
-export async function* stream(path, body, key, signal) {
+/** The chunks of a streamed answer, as they come. `warn` takes the fields of the request that had no effect, if any. */
+export async function* stream(path, body, key, signal, warn) {
   const request = { method: "POST", headers: headers(key), body: JSON.stringify(body), signal };
   const response = await checked(await fetch(path, request));
+  const ignored = response.headers.get("Warning")?.match(/"ignored: (.*)"/);
+  if (ignored) warn(ignored[1]);
   for await (const data of events(response)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);

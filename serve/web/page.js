@@ -35,7 +35,7 @@ function asked(mode, turn) {
   if (!options.speculate.checked) fields.speculative.enabled = false;
   else if (options.depth.value !== "") fields.speculative.max_tokens = options.depth.valueAsNumber;
   if (mode === "text") return { fields, system: "" };
-  if (options.thinking.checked) fields.chat_template_kwargs = { thinking: true };
+  if (options.thinking.checked) fields.thinking = { type: "enabled" }; // in the words of any template
   return { fields: { ...fields, ...toolFields(turn) }, system: options.system.value };
 }
 
@@ -170,7 +170,7 @@ async function run(answer, { mode }, body) {
   setRunning(controller);
   keepEndInView(true);
   try {
-    for await (const chunk of stream(path, body, options.key.value, controller.signal)) {
+    for await (const chunk of stream(path, body, options.key.value, controller.signal, (names) => answer.warn(names))) {
       const follow = atEnd();
       answer.push(chunk);
       keepEndInView(follow);

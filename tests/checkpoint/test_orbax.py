@@ -83,12 +83,15 @@ def test_fewer_nextn_layers(stored: Path, monkeypatch: pytest.MonkeyPatch):
 def test_convert(tmp_path: Path):
     source = tmp_path / "model"
     shutil.copytree(model_dir("v3"), source)
-    (source / "tokenizer.json").write_text("{}")
+    beside = ("tokenizer.json", "added_tokens.json", "additional_chat_templates/tool_use.jinja")
+    (source / "additional_chat_templates").mkdir()
+    for name in beside:
+        (source / name).write_text("{}")
     edit_json(source / "generation_config.json", eos_token_id=[1, 5])
     convert(source, tmp_path / "out", dtype="float32")
     assert is_orbax(tmp_path / "out")
     assert not is_orbax(source)
-    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert all((tmp_path / "out" / name).exists() for name in beside)
     found = load(tmp_path / "out")
     assert found.config.eos_token_ids == (1, 5)
     assert_same(found.params, load(model_dir("v3")).params)

@@ -14,7 +14,13 @@ from mtp_jax.commands import cli
 from mtp_jax.commands.serve import summary
 from tests.serve.conftest import RATES, SIZES, Running, start
 
-SAID: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+SAID: dict[str, Any] = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.05,
+}
 INTRODUCTION = {"about": "It <answers>.", "prompts": ["Ask this.", "Ask that."]}
 
 
@@ -23,7 +29,7 @@ def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with a generation_config.json."""
     folder = tmp_path_factory.mktemp("told") / "told"
     shutil.copytree(model, folder)
-    more = {"do_sample": True, "eos_token_id": 1, "max_new_tokens": None, "min_p": None}
+    more = {"do_sample": True, "eos_token_id": 1, "max_new_tokens": None}
     (folder / "generation_config.json").write_text(json.dumps(SAID | more))
     (folder / "introduction.json").write_text(json.dumps(INTRODUCTION))
     return folder
@@ -101,7 +107,8 @@ def test_requests_take_what_they_do_not_name(told: Path, monkeypatch):
         assert chosen[5:7] == [SAID | {"temperature": 1, "top_k": 7}] * 2
         assert chosen[7] == SAID | {"top_p": 1}
         text = summary(running.allm, running.settings, running.url)
-        assert "sampling  temperature 0.6, top_p 0.95, top_k 20, repetition_penalty 1.05 unless given" in text
+        said = ", ".join(f"{name} {value}" for name, value in SAID.items())
+        assert f"sampling  {said} unless given" in text
     finally:
         running.stop()
 

@@ -116,7 +116,7 @@ class Tags:
     def slipped_value(self, end: str) -> str | None:
         """The rule for a text that ends by its tag without the mark, right before the end of the call.
 
-        end: of a call. None in a format without a mark.
+        end: text that ends a call. None in a format without a mark.
         """
         _, *slipped = slips(self._stop)
         ends = [tag for text in slips(end) for tag in literals(text)]
