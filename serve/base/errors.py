@@ -136,7 +136,7 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
 
 
 def _begun(value: object) -> object:
-    """As much of a value as an error shows, which may be a whole body."""
+    """The beginning of a value, which may be a whole body, for an error."""
     match value:
         case str():
             return value[:_SHOWN_CHARACTERS]
