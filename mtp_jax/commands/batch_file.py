@@ -219,7 +219,7 @@ def _finished(target: Path, file: BinaryIO) -> tuple[set[bytes], set[bytes]]:
             done.add(key)
             if error is not None or entry["response"]["status_code"] != 200:
                 failed.add(key)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise RequestError(
                 f"{target} line {number} is no line of a batch's output; name another file"
             ) from None
