@@ -168,7 +168,7 @@ def address(url: str) -> str:
     """The server's address without a closing /v1. Raises ConfigError unless it is an http(s) URL."""
     try:
         parts = urlsplit(url)
-        _ = parts.port, httpx2.URL(url)  # both raise for what the other lets pass
+        _ = parts.port, httpx2.URL(url)  # each refuses addresses that the other takes
         good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
     except (ValueError, httpx2.InvalidURL):
         good = False
