@@ -1,11 +1,15 @@
 """The process `mtp-jax`, also as `python -m mtp_jax`."""
 
+import os
 import signal
+import sys
 from typing import NoReturn
 
 
 def entry() -> NoReturn:
     """Run the command line. Ctrl-C ends the process without a word while anything is being imported."""
+    if os.name == "nt":
+        sys.exit("error: mtp-jax runs on Linux; on Windows, run it inside WSL2")
     quiet = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # which prints a traceback
     if quiet:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

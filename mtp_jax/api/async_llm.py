@@ -7,6 +7,7 @@ step, are immutable.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -35,7 +36,9 @@ from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams, StructuredOutput
 from mtp_jax.engine.stats import EngineStats
 from mtp_jax.errors import EngineStopped, MtpJaxError
+from mtp_jax.text import child
 
+_LOG = logging.getLogger(__name__)
 _SHORT_PROMPT = 1000
 _T = TypeVar("_T")
 
@@ -340,6 +343,10 @@ class AsyncLLM:
     async def start_helpers(self) -> None:
         """Start the processes that try grammars and render chat templates, before a request waits."""
         grammars, tokenizer = self.llm.engine.grammars, self.about.tokenizer
+        if not child.limits():
+            _LOG.warning(
+                "this system has no /proc: memory of grammars and templates is not limited"
+            )
 
         def start() -> None:
             if grammars is not None:

@@ -80,7 +80,14 @@ class Endpoint:
                     return Answer(answer.timeline, failure=f"{response.status_code}: {_refusal(said)}")
                 async for at, data in _events(response):
                     answer.take(at, data)
-        except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            httpx2.HTTPError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             return Answer(answer.timeline, failure=f"{type(error).__name__}: {error}".rstrip(": "))
         return answer.close()
 
@@ -152,16 +159,21 @@ def _refusal(text: str) -> str:
         error = json.loads(text)
         error = error.get("error", error)
         text = error if isinstance(error, str) else error.get("message") or error.get("detail") or text
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     return " ".join(str(text).split())[:_REFUSAL_CHARACTERS]
 
 
 def address(url: str) -> str:
     """The server's address without a closing /v1. Raises ConfigError unless it is an http(s) URL."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r} is no address of a server; write http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port, httpx2.URL(url)  # each refuses addresses that the other takes
+        good = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+    except (ValueError, httpx2.InvalidURL):
+        good = False
+    if not good:
+        raise ConfigError(f"{url!r:.200} is no address of a server; write http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -197,7 +209,7 @@ async def _model(http: httpx2.AsyncClient) -> str:
         raise MtpJaxError(f"{http.base_url} does not list its models: {refused}; give --model NAME")
     try:
         return response.json()["data"][0]["id"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise MtpJaxError(f"{http.base_url} lists no model; give --model NAME") from None
 
 
@@ -237,12 +249,17 @@ class Drafted:
 
 
 async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
-    """The counts in a /metrics page; None where it has none of them."""
+    """The counts in a /metrics page; None where it has none of them, or no numbers."""
     try:
         response = await http.get("/metrics")
-        families = [*text_string_to_metric_families(response.text)] if response.status_code == 200 else []
-    except (httpx2.HTTPError, ValueError):
+        return _counted(response.text) if response.status_code == 200 else None
+    except (httpx2.HTTPError, ValueError, OverflowError):
         return None
+
+
+def _counted(page: str) -> Drafted | None:
+    """The counts of a page. Raises ValueError, OverflowError for another."""
+    families = [*text_string_to_metric_families(page)]
     counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
     positions: dict[int, int] = {}
     known, forced = False, 0.0

@@ -16,6 +16,7 @@ Message = dict[str, str]
 Prompt = str | list[int] | list[Message]
 Arrivals = Literal["poisson", "fixed"]
 _USERS = ("human", "user")
+_SHOWN = 400  # characters of a file's categories in a message
 _WORD_LETTERS = 5  # letters of an English word, about (Norvig, "English Letter Frequency Counts", 2012: 4.79)
 
 
@@ -82,7 +83,7 @@ def sharegpt(path: Path) -> Prompts:
     """
     try:
         entries = json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}; expected ShareGPT's list of conversations") from None
     if not isinstance(entries, list):
         raise ConfigError(f"{path} holds {type(entries).__name__}; expected ShareGPT's list of conversations")
@@ -98,18 +99,18 @@ def speed_bench(path: Path, category: str | None = None) -> Prompts:
     without the category.
     """
     entries = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):  # a text in JSON may hold other line ends
         try:
             entries += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path}, line {number} is not JSON: {error}; expected one object a line"
             ) from None
     if category is not None:
         of = [entry.get("category") if isinstance(entry, dict) else None for entry in entries]
         if category not in of:
-            known = ", ".join(map(str, dict.fromkeys(filter(None, of)))) or "none"
-            raise ConfigError(f"--category {category}; {path} has {known}")
+            known = ", ".join(sorted({name for name in of if isinstance(name, str)})) or "none"
+            raise ConfigError(f"--category {category}; {path} has {known[:_SHOWN]}")
         entries = [entry for entry, own in zip(entries, of, strict=True) if own == category]
     return _from_file(path, entries, _first_turn, '"turns": ["...", ...] or "messages": [...]')
 
@@ -140,13 +141,20 @@ def _from_file(
 
 def _first_of_conversation(entry: JsonObject) -> Prompt | None:
     said = entry["conversations"]
-    return next((str(turn["value"]) for turn in said if turn["from"] in _USERS and turn["value"]), None)
+    return next((_said(turn["value"]) for turn in said if turn["from"] in _USERS and turn["value"]), None)
 
 
 def _first_turn(entry: JsonObject) -> Prompt | None:
     if "turns" in entry:
         turns = entry["turns"]
-        return str(turns[0]) if turns else None
-    messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in entry["messages"]]
+        return _said(turns[0]) if turns else None
+    messages = [{"role": _said(m["role"]), "content": _said(m["content"])} for m in entry["messages"]]
     first = next((i for i, m in enumerate(messages) if m["role"] in _USERS), None)
     return None if first is None else messages[: first + 1]
+
+
+def _said(value: object) -> str:
+    """A text. Raises TypeError for another value."""
+    if not isinstance(value, str):
+        raise TypeError
+    return value

@@ -9,6 +9,7 @@ and overlaps, so a tensor's place follows from the sizes of the tensors before i
 import math
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDONLY)
+        self._seeking = threading.Lock()
         weakref.finalize(self, os.close, self._fd)
         self._state = self._now()
         self.size = self._state[0]
@@ -98,13 +100,23 @@ class SafetensorsFile:
         view, at = found.data, 0
         self._check()
         try:
-            while at < count and (got := os.preadv(self._fd, [view[at:]], start + at)):
+            while at < count and (got := self._read_at(view[at:], start + at)):
                 at += got
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
         self._check()  # the file is still the opened file, with all its bytes
         found.flags.writeable = False
         return found
+
+    def _read_at(self, into: memoryview, at: int) -> int:
+        """Read bytes from a place of the file; their number, 0 at its end. Raises OSError."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._fd, [into], at)
+        with self._seeking:  # not on every system can threads read without moving the file's position
+            os.lseek(self._fd, at, os.SEEK_SET)
+            got = os.read(self._fd, len(into))
+        into[: len(got)] = got
+        return len(got)
 
     def _now(self) -> tuple[int, int]:
         about = os.fstat(self._fd)

@@ -10,7 +10,6 @@ the file, but for a digest per line (some 80 bytes), which tells double and fini
 """
 
 import asyncio
-import fcntl
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
@@ -190,7 +189,11 @@ def already(source: Path, target: Path) -> tuple[int, Counts]:
 
 @contextmanager
 def _claimed(target: Path) -> Iterator[BinaryIO]:
-    """The output, locked against other runs."""
+    """The output, locked against other runs. Raises RequestError where it cannot be."""
+    try:
+        import fcntl
+    except ImportError:
+        raise RequestError("a batch locks its output file, which needs Linux or macOS") from None
     with target.open("a+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,7 +222,7 @@ def _finished(target: Path, file: BinaryIO) -> tuple[set[bytes], set[bytes]]:
             done.add(key)
             if error is not None or entry["response"]["status_code"] != 200:
                 failed.add(key)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise RequestError(
                 f"{target} line {number} is no line of a batch's output; name another file"
             ) from None

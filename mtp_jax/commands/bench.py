@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import operator
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ _DESCRIPTION = """\
 Measure something, print a table, and write JSON with the exact command, versions, machine and load. Variants
 are compared in alternating runs. Nothing else should run meanwhile (docs/benchmarks.md)."""
 _CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
+_LONGEST_NAME = 100  # characters of a subject in a file's name; file systems allow 255 bytes in all
 _numbers = numbers(math.isfinite)
 _rates = numbers(lambda rate: rate > 0, " above 0", "0.5,2,inf")
 
@@ -295,10 +297,10 @@ def _serve(a: Arguments) -> Reports:
 def _object(text: str) -> JsonObject:
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"""{text!r} is not a JSON object; write '{{"top_p": 0.9}}'""")
+        raise argparse.ArgumentTypeError(f"""{text!r:.80} is not a JSON object; write '{{"top_p": 0.9}}'""")
     return found
 
 
@@ -309,12 +311,12 @@ def _free(path: Path, command: str) -> Path:
 
 
 def _made_by(path: Path) -> str | None:
-    """The command whose figures a file holds; None where there is no such file."""
+    """The command whose figures a file holds; None where there is no file that can be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))["command"]
-    except FileNotFoundError:
+    except OSError:
         return None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return "unknown"
 
 
@@ -340,7 +342,8 @@ def _measure(args: Arguments) -> int:
     model = args.model
     if isinstance(model, Path) and model.is_file():  # a config.json is named as its directory
         model = model.absolute().parent
-    subject = str(getattr(args, "url", None) or model).rstrip("/").rpartition("/")[2].replace(":", "-")
+    subject = str(getattr(args, "url", None) or model).rstrip("/").rpartition("/")[2]
+    subject = re.sub(r"[^\w.-]", "-", subject)[:_LONGEST_NAME]
     path = args.json or _free(Path(f"build/bench/{args.name}-{subject}.json"), command)
     check(path)
     png = None

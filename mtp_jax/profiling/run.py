@@ -1,8 +1,8 @@
 """Profile one phase: trace, programs, costs, memory, compilations and a report, in one folder."""
 
 import json
-import resource
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -181,9 +181,19 @@ def _memory(engine: Engine) -> JsonObject:
         "cache_bytes": size((runner.state.trunk, runner.state.drafter.pages)),
         "slots_bytes": size(runner.state.slots),
         "device": {str(d): d.memory_stats() for d in jax.local_devices()},
-        "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "process_peak_bytes": _peak(),
         "programs": programs,
     }
+
+
+def _peak() -> int | None:
+    """Most bytes that this process has held; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _write(path: Path, content: object) -> None:

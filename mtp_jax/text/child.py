@@ -5,12 +5,13 @@ ends when the other end is closed, which every end of its parent causes.
 """
 
 import json
+import mmap
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from mtp_jax.json_object import JsonObject
@@ -60,6 +61,11 @@ def _bytes(source: socket.socket, count: int) -> bytes:
     return bytes(found)
 
 
+def limits() -> bool:
+    """Whether the memory of children can be limited: Linux alone has /proc."""
+    return find_spec("resource") is not None and held() > 0
+
+
 # In the child
 
 
@@ -70,7 +76,11 @@ def parent() -> socket.socket:
 
 
 def limit_memory(more: int) -> None:
-    """Limit this process to ``more`` bytes beyond what it holds. Without /proc there is no limit."""
+    """Limit this process to ``more`` bytes above its present memory, where the system can (``limits``)."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return
     before = held()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if before:
@@ -80,6 +90,6 @@ def limit_memory(more: int) -> None:
 def held() -> int:
     """Bytes of writable memory of this process; 0 where the system does not report it."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
     except OSError:
         return 0

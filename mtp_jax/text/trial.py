@@ -48,7 +48,14 @@ class Trials:
         self._helper: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
     def run(self, grammar: str) -> int:
-        """Bytes that the grammar takes. Raises RequestError above the limits, Overloaded if too many wait."""
+        """Bytes that the grammar takes. Raises RequestError above the limits, Overloaded if too many wait.
+
+        RequestError, too, on a system that cannot fork processes and hand sockets to them.
+        """
+        if not (hasattr(os, "fork") and hasattr(socket, "send_fds")):
+            raise RequestError(
+                "structured output is tried in a process of its own, which needs Linux or macOS"
+            )
         if not self._places.acquire(timeout=_TURN_SECONDS):
             raise Overloaded("other structured outputs are still being compiled; try again", SECONDS)
         try:

@@ -5,7 +5,6 @@ import errno
 import gc
 import logging
 import os
-import resource
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -250,7 +249,11 @@ def _freeze() -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files, as each connection is a file."""
+    """Raise the limit of open files, as each connection is a file, where the system has one."""
+    try:
+        import resource
+    except ImportError:
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

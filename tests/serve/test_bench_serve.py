@@ -1,5 +1,6 @@
 """`mtp-jax bench serve`: an open loop against this server, and against others that know less."""
 
+import asyncio
 import json
 import math
 import threading
@@ -10,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -18,10 +20,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mtp_jax import LLM
-from mtp_jax.bench import traffic
+from mtp_jax.bench import endpoint, traffic
 from mtp_jax.bench.endpoint import Drafted, address
 from mtp_jax.commands import cli
-from mtp_jax.errors import ConfigError
+from mtp_jax.errors import ConfigError, MtpJaxError
 from tests.models import slowed
 from tests.serve.conftest import Running, start
 
@@ -96,10 +98,24 @@ def test_files_of_prompts_are_read_and_others_refused(tmp_path: Path):
         ('{"turns": ["a"]}\n{', traffic.speed_bench, "line 2 is not JSON"),
         ('{"prompt": "a"}', traffic.speed_bench, "entry 1: expected an object with"),
         ("[1]", traffic.speed_bench, "entry 1: expected an object with"),
+        ("[" * 10**5, traffic.sharegpt, "is not JSON: maximum recursion depth"),
+        ("[" * 10**5, traffic.speed_bench, "line 1 is not JSON: maximum recursion depth"),
+        ("[" + "9" * 5000 + "]", traffic.sharegpt, "is not JSON: Exceeds the limit"),
+        ('[{"conversations": [{"from": "human", "value": [1]}]}]', traffic.sharegpt, "entry 1: expected"),
+        ('[{"conversations": [{"from": ["human"], "value": "a"}]}]', traffic.sharegpt, "has no prompts"),
+        ('{"turns": [{}]}', traffic.speed_bench, "entry 1: expected an object with"),
+        ('{"turns": {"a": 1}}', traffic.speed_bench, "entry 1: expected an object with"),
+        ('{"messages": [{"role": [], "content": "a"}]}', traffic.speed_bench, "entry 1: expected"),
     ):
         wrong.write_text(text)
         with pytest.raises(ConfigError, match=told):
             read(wrong)
+    wrong.write_text('{"turns": ["a\u2028b"], "category": ["x"]}\n{"turns": ["c"], "category": "y"}\n1')
+    with pytest.raises(ConfigError, match=r"--category x; .* has y$"):
+        traffic.speed_bench(wrong, "x")
+    assert traffic.speed_bench(wrong, "y").all == ["c"]
+    wrong.write_text(json.dumps({"turns": ["a\u2028b"]}, ensure_ascii=False))
+    assert traffic.speed_bench(wrong).all == ["a\u2028b"]
     with pytest.raises(ConfigError, match="missing cannot be read"):
         traffic.sharegpt(tmp_path / "missing")
 
@@ -292,6 +308,14 @@ def test_wrong_usage_is_one_line(capsys):
     assert address("http://h:1/base/v1/") == "http://h:1/base"
     for given, told in (
         (["localhost:8000"], "is no address of a server; write http://127.0.0.1:8000"),
+        (["http://127.0.0.1:99999"], "is no address of a server; write http://127.0.0.1:8000"),
+        (["http://127.0.0.1:-1"], "is no address of a server"),
+        (["http://127.0.0.1:9\n"], "is no address of a server"),
+        (["http://127.0.0.1:9/\0"], "is no address of a server"),
+        (["http://[::1:9"], "is no address of a server"),
+        (["http://[v1.x]:9"], "is no address of a server"),
+        (["http://h:9/" + "a" * 70_000], "is no address of a server"),
+        (["http://h", "--extra-body", "[" * 10**5], "is not a JSON object"),
         (["http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: ConnectError; start it"),
         (["http://h", "--rates", "0"], "'0' is not a list of numbers above 0; write 0.5,2,inf"),
         (["http://h", "--spread", "1.5"], "'1.5' is not a number from 0 to 1"),
@@ -303,3 +327,17 @@ def test_wrong_usage_is_one_line(capsys):
         err = capsys.readouterr().err
         assert told in err
         assert err.count("\n") == 1
+
+
+def test_a_server_that_answers_nonsense_has_no_models_and_no_drafts():
+    async def ask(page: str, question: Callable[[httpx2.AsyncClient], Any]) -> Any:
+        transport = httpx2.MockTransport(lambda request: httpx2.Response(200, text=page))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://h") as http:
+            return await question(http)
+
+    for page in ("[" * 10**5, '{"data": 1}', "9" * 5000):
+        with pytest.raises(MtpJaxError, match="lists no model; give --model NAME"):
+            asyncio.run(ask(page, endpoint._model))
+    for value in ("NaN", "+Inf", "x"):
+        page = f"vllm:spec_decode_num_drafts_total {value}\n"
+        assert asyncio.run(ask(page, endpoint.drafted)) is None
