@@ -4,10 +4,10 @@ VENV ?= .venv
 # One process per core, four at most: each runs jax with threads of its own. Each has its share of the files, whose
 # tests share programs; one that is done takes half of what another has left.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
-DEMO_PROMPT ?= <｜User｜>Write a function: Set the value of an option.<｜Assistant｜>```python\ndef set_option(self, name, value):
+DEMO_PROMPT ?= <｜User｜>Write a function: Return the number of lines of a file.<｜Assistant｜>```python\ndef count_lines(path):
 # A question in the form of the model's chats, and the beginning of the answer. Under coupled verification a seed gives
 # the same tokens whatever is drafted; over so few tokens an adaptive depth would mostly measure.
-DEMO_SAMPLING ?= --temperature 0.8 --seed 7 --verifier coupled --fixed-depth --stop '```'
+DEMO_SAMPLING ?= --temperature 0.5 --seed 14 --verifier coupled --fixed-depth --stop '```'
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt

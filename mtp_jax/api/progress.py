@@ -63,8 +63,9 @@ class Terminal:
         def still_alive() -> None:
             # A compilation calls nobody for minutes; silence would look like a hang.
             if bar.disable:
+                passed = time.perf_counter() - start
                 so_far = f"{_amount(done, total, unit)}, " if total else ""
-                _say(f"{name}: {so_far}{time.perf_counter() - start:.0f} s so far")
+                _say(f"{name}: {so_far}{passed:.0f} s so far{_forecast(done, total, unit, passed)}")
             else:
                 bar.refresh()
 
@@ -83,7 +84,8 @@ class Terminal:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")  # in one piece: another phase's thread may say something
+    sys.stderr.flush()
 
 
 @contextmanager
@@ -101,6 +103,21 @@ def _every(seconds: float, action: Callable[[], None]) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _forecast(done: int, total: int, unit: str, seconds: float) -> str:
+    """Rate and time left, once a part is done and another is not."""
+    if not (0 < done < total and seconds > 0):
+        return ""
+    rate = f"{_bytes(round(done / seconds))}/s" if unit == "B" else f"{done / seconds:.2g}/s"
+    return f", {rate}, {left(seconds / done * (total - done))}"
+
+
+def left(seconds: float) -> str:
+    """A time to wait: "40 s left", "13 min left", "2.5 h left"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 6000 else f"{seconds / 3600:.1f} h left"
 
 
 def _amount(done: int, total: int, unit: str) -> str:

@@ -48,6 +48,11 @@ def register(subparsers: Subparsers) -> None:
         metavar="N",
         help="requests in memory, or in a batch of --ray (default: two per slot, or eight)",
     )
+    parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="ask again what OUT says was refused with status 408, 429 or 5xx, and replace its lines",
+    )
     add_options(parser.add_argument_group("engines on Ray"), RayOptions, _ON_RAY)
     parser.set_defaults(run=run)
 
@@ -66,15 +71,33 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"{args.target} is the input; name another file for the answers")
     # Faults of the files, and an already finished batch, are reported before the model is loaded.
     lines, before = batch_file.already(args.source, args.target)
+    if args.retry_failed and batch_file.forget_refused(args.target):
+        lines, before = batch_file.already(args.source, args.target)
     name = model_dir(args).resolve().name
     settings = chosen(args, Settings, model_names=name, max_body_bytes=batch_file.MAX_BODY_BYTES)
     if before.done == lines:
         return _end(args, _done(before), before)
+    if before.done and not args.quiet:
+        show.note(f"{before.done} of {lines} requests done before")
+    counts = batch_file.Counts()
+    try:
+        return _run(args, options, settings, lines - before.done, counts)
+    except KeyboardInterrupt:
+        if not args.quiet:
+            done = before.done + counts.answered
+            show.note(f"{done} of {lines} requests done; run the same command again to go on")
+        raise
+
+
+def _run(
+    args: argparse.Namespace, options: RayOptions | None, settings: Settings, lines: int, counts: "Counts"
+) -> int:
+    """Answer the lines that are left, and count them. Returns the exit status."""
     report = reporter(args)
     if options is not None:
         from mtp_jax.commands.ray_batch import answer_on_ray
 
-        counts, seconds = answer_on_ray(args, options, settings, lines, report, _SLOTS)
+        seconds = answer_on_ray(args, options, settings, lines, report, _SLOTS, counts)
         return _end(args, f"{_done(counts)}; {_rate(counts, seconds)}", counts)
     llm = open_llm(args, report, _SLOTS)
     from mtp_jax.api.async_llm import AsyncLLM
@@ -82,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     # --in-flight bounds the requests in memory, so the queue need not be bounded.
     allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
     in_flight = args.in_flight or 2 * llm.engine.config.max_num_seqs
-    counts, seconds = asyncio.run(_answer(args, allm, settings, in_flight, lines, report))
+    seconds = asyncio.run(_answer(args, allm, settings, in_flight, lines, report, counts))
     return _end(args, _summary(counts, allm, seconds), counts)
 
 
@@ -102,8 +125,9 @@ async def _answer(
     in_flight: int,
     lines: int,
     report: "Reporter",
-) -> "tuple[Counts, float]":
-    """Answer the lines of a job. Returns (counts, seconds)."""
+    counts: "Counts",
+) -> float:
+    """Answer the lines of a job, and count them. Returns seconds."""
     from mtp_jax.commands import batch_file
     from serve.http.app import make_app
 
@@ -122,10 +146,10 @@ async def _answer(
     try:
         began = time.perf_counter()
         with report.phase("answer", "requests") as update:
-            counts = await batch_file.run(
-                args.source, args.target, send, in_flight, lambda counts: update(counts.done, lines)
+            await batch_file.run(
+                args.source, args.target, send, in_flight, lambda: update(counts.answered, lines), counts
             )
-        return counts, time.perf_counter() - began
+        return time.perf_counter() - began
     finally:
         await allm.close()
 

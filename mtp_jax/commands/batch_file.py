@@ -11,6 +11,8 @@ the file, but for a digest per line (some 80 bytes), which tells double and fini
 
 import asyncio
 import json
+import os
+import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -57,9 +59,14 @@ class Counts:
     warning: str = ""
 
     @property
+    def answered(self) -> int:
+        """Number of input lines that this run has done."""
+        return self.succeeded + self.failed
+
+    @property
     def done(self) -> int:
         """Number of input lines with a line in the output."""
-        return self.skipped + self.succeeded + self.failed
+        return self.skipped + self.answered
 
     def add(self, got: Answer | None) -> None:
         """Count an answer, or a line that is no request."""
@@ -108,10 +115,12 @@ class Job:
         counts: counts of the lines so far.
     """
 
-    def __init__(self, source: Path, out: BinaryIO, done: set[bytes], failed: set[bytes]) -> None:
+    def __init__(
+        self, source: Path, out: BinaryIO, done: set[bytes], failed: set[bytes], counts: Counts
+    ) -> None:
         """Call ``open_job`` instead."""
         self._source, self._out, self._done, self._failed = source, out, done, failed
-        self.counts = Counts()
+        self.counts = counts
 
     def lines(self) -> Iterator[Line]:
         """The lines that have no line in the output yet. Raises RequestError if the file cannot be read."""
@@ -127,26 +136,36 @@ class Job:
 
 
 @contextmanager
-def open_job(source: Path, target: Path) -> Iterator[Job]:
-    """Open ``source`` at its unfinished lines. Raises RequestError for files that cannot be used."""
+def open_job(source: Path, target: Path, counts: Counts) -> Iterator[Job]:
+    """Open ``source`` at its unfinished lines, which ``counts`` counts.
+
+    Raises RequestError for files that cannot be used.
+    """
     with _claimed(target) as out:
-        yield Job(source, out, *_finished(target, out))
+        yield Job(source, out, *_finished(target, out), counts)
 
 
 async def run(
-    source: Path, target: Path, send: Send, in_flight: int, progress: Callable[[Counts], None]
-) -> Counts:
+    source: Path,
+    target: Path,
+    send: Send,
+    in_flight: int,
+    progress: Callable[[], None],
+    counts: Counts,
+) -> None:
     """Answer every line of ``source`` that has no line in ``target`` yet, ``in_flight`` at a time.
+
+    counts: counts the lines. progress: called after every line that this run has done.
 
     Raises RequestError for files that cannot be used. An error that ``send`` raises ends the run; requests
     without an answer have no line in the output, so the next run asks again.
     """
     tasks: set[asyncio.Task[None]] = set()
-    with open_job(source, target) as job:
+    with open_job(source, target, counts) as job:
 
         async def answer(line: Line) -> None:
             job.write(line, await send(line.url, line.body) if line.error is None else None)
-            progress(job.counts)
+            progress()
 
         try:
             for line in job.lines():
@@ -159,7 +178,6 @@ async def run(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    return job.counts
 
 
 async def _some(tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
@@ -185,6 +203,37 @@ def already(source: Path, target: Path) -> tuple[int, Counts]:
         lines += 1
         counts.skip(line.key, done, failed)
     return lines, counts
+
+
+def forget_refused(target: Path) -> int:
+    """Delete the lines of an output whose refusal may pass (408, 429, 5xx), and return their number.
+
+    The output is replaced as a whole, so that a run that is killed loses nothing. Raises RequestError for a
+    file that is no such output, and for an output that another run writes.
+    """
+    with _claimed(target) as file:
+        _finished(target, file)
+        file.seek(0)
+        lines = list(map(_may_pass, file))
+        if not any(lines):
+            return 0
+        place = target.resolve()
+        with _claimed(place.with_name(f"{place.name}.retry")) as kept:
+            kept.truncate(0)
+            file.seek(0)
+            kept.writelines(line for line, passing in zip(file, lines, strict=True) if not passing)
+            kept.flush()
+            os.fsync(kept.fileno())
+            shutil.copymode(place, kept.name)
+            os.replace(kept.name, place)
+    return sum(lines)
+
+
+def _may_pass(line: bytes) -> bool:
+    """Whether a line of the output is a refusal by a cause that may pass."""
+    response = json.loads(line)["response"]
+    status = 200 if response is None else response["status_code"]
+    return status in (408, 429) or status >= 500
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mtp_jax.api.progress import Reporter
+from mtp_jax.bench.report import Spread
 from mtp_jax.commands import show
 from mtp_jax.commands.options import depth, ready
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -16,7 +19,10 @@ if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import RequestOutput
 
-_RUNS = 3
+_CHANCE = 0.05  # of a difference that is none: the usual level of significance
+_LEAST = math.ceil(math.log2(2 / _CHANCE))
+"""Runs of each side, all of which one side must win to be faster."""
+_MOST = 15  # where they do not all agree: the slower side may win three of these
 
 
 @dataclass(frozen=True)
@@ -53,12 +59,16 @@ def compare(
     if not args.json:
         show.stream(llm, prompt, params)
     runs: list[list[RequestOutput]] = [[], []]
-    for i in range((args.runs or _RUNS) + 1):
+    least, most = (args.runs, args.runs) if args.runs else (_LEAST, _MOST)
+    first = True
+    # Decided after the fewest or after the most: to look after each run would make chance likelier.
+    while len(runs[0]) < least or (len(runs[0]) < most and not _differ(_gains(runs)[:least])):
         for side, outputs in zip(sides, runs, strict=True):
             llm.engine.flush_prefix_cache()  # else only the first run would prefill
             output = llm.generate([prompt], side)[0]
-            if i > 0:
+            if not first:
                 outputs.append(output)
+        first = False
     depths = llm.engine.config.num_speculative_tokens, 0
     fast, slow = (_measured(most, outputs) for most, outputs in zip(depths, runs, strict=True))
     tokens = [output.outputs[0].token_ids for outputs in runs for output in outputs]
@@ -68,8 +78,9 @@ def compare(
         result = {
             "with": asdict(fast),
             "without": asdict(slow),
-            "speedup": _ratio(fast.tokens_per_second, slow.tokens_per_second),
-            "speedup_end_to_end": _ratio(slow.finished, fast.finished),
+            "speedup": statistics.median(_gains(runs)),
+            "speedup_end_to_end": statistics.median(_gains_to_end(runs)),
+            "within_noise": not _differ(_gains(runs)),
             "same_tokens": same,
             "runs": len(runs[0]),
         }
@@ -108,7 +119,7 @@ def _lines(
     verdict: str,
     temperature: float,
 ) -> str:
-    rate, end = _ratio(fast.tokens_per_second, slow.tokens_per_second), _ratio(slow.finished, fast.finished)
+    rate, end = _told(_gains(runs)), _told(_gains_to_end(runs))
     counts = [len(outputs[-1].outputs[0].token_ids) for outputs in runs]
     many = f"{counts[0]}" if counts[0] == counts[1] else f"{counts[0]} and {counts[1]}"
     how = f"temperature {temperature:g}" if temperature else "greedy"
@@ -116,9 +127,9 @@ def _lines(
     return (
         f"{name}: {fast.tokens_per_second:.0f} tokens/s, acceptance length "
         f"{fast.acceptance_length:.2f} | depth 0: {slow.tokens_per_second:.0f} tokens/s | "
-        f"{rate:.2f}x, {verdict}\n"
+        f"{rate}, {verdict}\n"
         f"end to end: {fast.finished:.3f} s, first token after {fast.first_token * 1000:.0f} ms | "
-        f"{slow.finished:.3f} s, first token after {slow.first_token * 1000:.0f} ms | {end:.2f}x\n"
+        f"{slow.finished:.3f} s, first token after {slow.first_token * 1000:.0f} ms | {end}\n"
         f"{many} tokens, {how}, medians of {len(runs[0])} alternating runs{accepted}\n"
         + ("green: drafted tokens\n" if show.colours() else "")
     )
@@ -133,6 +144,33 @@ def _verdict(tokens: list[list[int]], same: bool | None, dtype: str) -> str:
     at = next((i for i in range(shortest) if len({own[i] for own in tokens}) > 1), shortest)
     why = "" if dtype == "float32" else f", as {dtype} rounding can"
     return f"TOKENS DIFFER from number {at} on{why}"
+
+
+def _gains(runs: "Sequence[Sequence[RequestOutput]]") -> list[float]:
+    """The speed-up of each pair of runs after the first token: neighbours share the state of the machine."""
+    return [_ratio(show.decode_rate(a), show.decode_rate(b)) for a, b in zip(*runs, strict=True)]
+
+
+def _gains_to_end(runs: "Sequence[Sequence[RequestOutput]]") -> list[float]:
+    """The speed-up of each pair of whole requests."""
+    pairs = zip(*runs, strict=True)
+    return [_ratio(b.timing.finished or 0.0, a.timing.finished or 0.0) for a, b in pairs]
+
+
+def _differ(gains: Sequence[float]) -> bool:
+    """Whether chance hardly explains how often the same side wins (sign test)."""
+    fewer = min(sum(g > 1 for g in gains), sum(g < 1 for g in gains))
+    tails = 2 * sum(math.comb(len(gains), k) for k in range(fewer + 1))
+    return tails < _CHANCE * 2 ** len(gains)
+
+
+def _told(gains: Sequence[float]) -> str:
+    """Median and quartiles of speed-ups, which claim nothing where chance explains them."""
+    found = Spread.of(gains)
+    told = f"{found.median:.2f}x ({found.low:.2f}-{found.high:.2f})"
+    if _differ(gains):
+        return told
+    return f"{told} of too few runs to tell" if len(gains) < _LEAST else f"the same within noise, {told}"
 
 
 def _ratio(a: float, b: float) -> float:

@@ -56,7 +56,10 @@ def register(subparsers: Subparsers) -> None:
         help="measure the same without speculation beside it: speed and tokens",
     )
     parser.add_argument(
-        "--runs", type=positive, metavar="N", help="runs of each side to compare (default: 3)"
+        "--runs",
+        type=positive,
+        metavar="N",
+        help="runs of each side to compare (default: 6, or 15 where they differ in the winner)",
     )
     add_engine(parser)
     add_hosts(parser)

@@ -32,10 +32,12 @@ def answer_on_ray(
     lines: int,
     report: Reporter,
     slots: int,
-) -> tuple[Counts, float]:
-    """Answer the lines. Returns (counts, seconds). Raises ConfigError, RequestError, EngineStopped.
+    counts: Counts,
+) -> float:
+    """Answer the lines. Returns seconds. Raises ConfigError, RequestError, EngineStopped.
 
-    lines: lines of the input. slots: slots of an engine, unless the command line says otherwise.
+    lines: lines without an answer. slots: slots of an engine, unless the command line says otherwise.
+    counts: counts the lines.
     """
     engine = portable_options(args, slots)
     size = args.in_flight or _ROWS_PER_SLOT * engine["max_num_seqs"]
@@ -47,14 +49,14 @@ def answer_on_ray(
         "max_body_bytes": settings.max_body_bytes,
         **engine,
     }
-    with open_job(args.source, args.target) as job, ExitStack() as stack:
+    with open_job(args.source, args.target, counts) as job, ExitStack() as stack:
         with report.phase("join Ray"):
             own = stack.enter_context(cluster(options.ray_address))
         reserves = reservation(options, data * model, own=own)
         began = time.perf_counter()
         with report.phase("answer", "requests") as update:
-            _answer(job, size, options, reserves, given, lambda: update(job.counts.done, lines))
-        return job.counts, time.perf_counter() - began
+            _answer(job, size, options, reserves, given, lambda: update(counts.answered, lines))
+        return time.perf_counter() - began
 
 
 def _answer(

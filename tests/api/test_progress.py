@@ -65,7 +65,23 @@ def test_signs_of_life_while_nothing_is_reported(monkeypatch):
         until(lambda: "1 of 4" in said.getvalue())
     err = said.getvalue()
     assert re.search(r"^compile: \d s so far$", err, re.MULTILINE)
-    assert re.search(r"^compile: 1 of 4 executables, \d s so far$", err, re.MULTILINE)
+    assert re.search(r"^compile: 1 of 4 executables, \d s so far, \S+/s, \d+ s left$", err, re.MULTILINE)
+    assert all("so far" in line for line in err.splitlines()[:-1])  # no line holds two
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "unit", "seconds", "says"),
+    [
+        (237, 1999, "requests", 104.0, ", 2.3/s, 13 min left"),
+        (1, 4, "executables", 10.0, ", 0.1/s, 30 s left"),
+        (5_000_000, 50_000_000, "B", 2.0, ", 2.5 MB/s, 18 s left"),
+        (1, 1000, "texts", 36.0, ", 0.028/s, 10.0 h left"),
+        (0, 4, "executables", 10.0, ""),
+        (4, 4, "executables", 10.0, ""),
+    ],
+)
+def test_rate_and_time_left(done, total, unit, seconds, says):
+    assert progress._forecast(done, total, unit, seconds) == says
 
 
 def test_no_line_for_a_phase_that_fails(capsys):

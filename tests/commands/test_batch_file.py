@@ -48,7 +48,10 @@ def files(tmp_path):
 
 
 def run(files, server=None, in_flight=4, progress=lambda counts: None):
-    return asyncio.run(batch.run(files[0], files[1], (server or Server()).send, in_flight, progress))
+    counts = batch.Counts()
+    send = (server or Server()).send
+    asyncio.run(batch.run(files[0], files[1], send, in_flight, lambda: progress(counts), counts))
+    return counts
 
 
 def entries(path):
@@ -150,7 +153,9 @@ def test_two_runs_cannot_write_one_output(files):
                 await asyncio.to_thread(other)
         return Answer(200, "r", USAGE)
 
-    assert asyncio.run(batch.run(files[0], files[1], send, 1, lambda counts: None)).succeeded == 1
+    counts = batch.Counts()
+    asyncio.run(batch.run(files[0], files[1], send, 1, lambda: None, counts))
+    assert counts.succeeded == 1
     assert run(files).skipped == 1
 
 
@@ -166,6 +171,31 @@ def test_what_failed_before_is_told(files):
     assert run(files).failed == 2
     again = run(files)
     assert (again.skipped, again.failed, again.failed_before) == (3, 0, 2)
+
+
+def test_refusals_that_may_pass_are_forgotten_and_asked_again(files):
+    statuses = {"a": 200, "b": 500, "c": 408, "d": 400, "e": 429, "f": 507}
+    files[0].write_text("\n".join([*(request(name, prompt=name) for name in statuses), "{"]))
+
+    class Failing(Server):
+        async def send(self, url, body):
+            got = await super().send(url, body)
+            return Answer(statuses[got.body["text"]], "r", got.body)
+
+    assert run(files, Failing()).failed == 6
+    files[1].chmod(0o640)
+    before = entries(files[1])
+    assert batch.forget_refused(files[1]) == 4
+    assert [e["custom_id"] for e in before if e["custom_id"] in ("a", "d", None)] == [
+        e["custom_id"] for e in entries(files[1])
+    ]
+    assert files[1].stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in files[1].parent.iterdir()} == {"in.jsonl", "out.jsonl"}
+    counts = run(files, server := Server())
+    assert (counts.succeeded, counts.skipped, counts.failed_before) == (4, 3, 2)
+    assert sorted(prompt for _, prompt in server.asked) == ["b", "c", "e", "f"]
+    assert len(entries(files[1])) == len(statuses) + 1
+    assert batch.forget_refused(files[1]) == 0
 
 
 def test_a_run_goes_on_where_it_was_interrupted(files):
@@ -213,7 +243,8 @@ def test_memory_does_not_grow_with_the_file(files):
         files[1].unlink(missing_ok=True)
         tracemalloc.start()
         try:
-            counts = asyncio.run(batch.run(files[0], files[1], send, 4, lambda counts: None))
+            counts = batch.Counts()
+            asyncio.run(batch.run(files[0], files[1], send, 4, lambda: None, counts))
             assert counts.succeeded == lines
             return tracemalloc.get_traced_memory()[1]
         finally:

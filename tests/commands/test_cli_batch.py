@@ -8,7 +8,8 @@ import pytest
 
 import mtp_jax.api.llm
 from mtp_jax import LLM, SamplingParams
-from mtp_jax.commands import cli
+from mtp_jax.commands import batch, cli
+from serve.http.in_process import Answer, post
 from tests import golden, tiny_tokenizer
 from tests.models import RATES
 
@@ -83,6 +84,35 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
     assert cli.main(command) == 1
     assert "0 answered, 0 failed, 5 done before (2 failed)\n" in capsys.readouterr().err
     assert not opened  # nothing was left to do, so no model was loaded
+
+
+def test_an_interruption_says_how_far_it_came_and_a_retry_asks_again(
+    model, opened, tmp_path, capsys, monkeypatch
+):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(line(name, max_tokens=2) for name in ("a", "b", "c", "d")))
+    command = ["batch", str(source), str(target), str(model), "--no-compile-cache", "--in-flight", "1"]
+    answers: list[object] = [None, Answer(500, "r", {"error": {"message": "no"}}), KeyboardInterrupt]
+
+    async def failing(app, url, body):
+        match answers.pop(0) if answers else None:
+            case None:
+                return await post(app, url, body)
+            case Answer() as answer:
+                return answer
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "post", failing)
+    assert cli.main([*command, *SIZES]) == cli.INTERRUPTED
+    assert capsys.readouterr().err.endswith("2 of 4 requests done; run the same command again to go on\n")
+    assert cli.main([*command, *SIZES]) == 1
+    said = capsys.readouterr().err
+    assert "2 of 4 requests done before\n" in said
+    assert "2 answered, 0 failed, 2 done before (1 failed)" in said
+    assert cli.main([*command, *SIZES, "--retry-failed"]) == 0
+    assert "1 answered, 0 failed, 3 done before; 2 tokens" in capsys.readouterr().err
+    names = [json.loads(row)["custom_id"] for row in target.read_text().splitlines()]
+    assert names == ["a", "c", "d", "b"]
 
 
 def test_unknown_fields_are_told_of_or_refused(model, opened, tmp_path, capsys):
