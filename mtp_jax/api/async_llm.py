@@ -358,8 +358,11 @@ class AsyncLLM:
 
         await self.off_loop(start)
 
-    def abort(self, request_id: str) -> None:
-        """End the request of this name, if there is one; its stream gets a last output."""
+    def abort(self, request_id: str | None) -> None:
+        """End the request of this name, if there is one; its stream gets a last output.
+
+        None: all requests. Requests of a batch, named ``request_id``_0, _1 and so on, end with its name.
+        """
         self._submissions.abort(request_id)
 
     async def on_engine(self, function: Callable[[], _T], between_prompts: bool = False) -> _T:

@@ -76,10 +76,11 @@ class Submissions:
             self._end(state)
 
     def abort(self, name: str | None = None) -> None:
-        """End the prompt of this name, if there is one; None: all."""
-        names = list(self._streams) if name is None else [name]
-        for stream in filter(None, map(self._streams.get, names)):
-            stream.abort()
+        """End the prompt of this name, if there is one, and the prompts of a batch of this name, whose own
+        names are ``name``_0, ``name``_1 and so on; None: all."""
+        for own, stream in list(self._streams.items()):
+            if name is None or own == name or _in_batch(own, name):
+                stream.abort()
 
     def _free(self, name: str | None) -> str:
         if name is None:
@@ -87,7 +88,7 @@ class Submissions:
         if not isinstance(name, str):
             raise RequestError(f"request_id = {name!r:.80}; expected a string, or None")
         if name in self._streams:
-            raise RequestError(f"request_id {name!r} is in use; give another, or none")
+            raise RequestError(f"the request_id (rid) {name!r} is in use; give another, or none")
         return name
 
     def _end(self, state: PromptState) -> None:
@@ -103,3 +104,7 @@ class Submissions:
         if not self._streams:
             self.idle.set()
             self.quiet.set()
+
+
+def _in_batch(own: str, name: str) -> bool:
+    return own.startswith(f"{name}_") and own[len(name) + 1 :].isdecimal()

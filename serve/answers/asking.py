@@ -78,11 +78,13 @@ class Asked:
     """A submitted conversation.
 
     Attributes:
+        name: the id of its answer.
         use: the allowed use of tools; None where no tool may be called.
         thinking: whether its prompt has opened a thought.
         custom: names of the tools that take a text instead of JSON arguments.
     """
 
+    name: str
     streams: Sequence[Stream]
     use: ToolUse | None
     thinking: bool
@@ -90,11 +92,11 @@ class Asked:
 
 
 async def ask(
-    server: Server, request: Request, body: ChatBody, also: Mapping[str, str] | None = None
+    server: Server, request: Request, body: ChatBody, name: str, also: Mapping[str, str] | None = None
 ) -> Asked:
     """Queue a conversation. Raises RequestError, Overloaded, EngineStopped.
 
-    also: further names that calls may use, and the tool of each.
+    name: the id of its answer. also: further names that calls may use, and the tool of each.
     """
     use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls, also or {})
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -108,9 +110,9 @@ async def ask(
     longest = server.allm.about.engine.longest
     prompt = ChatPrompt(server, body, longest if body.truncate_prompt_tokens is None else None)
     lazy = LazyPrompt(prompt, body.characters)
-    streams = await submit(server, request, body, [lazy], _with_tools(server, params, use))
+    streams = await submit(server, request, body, [lazy], _with_tools(server, params, use), name)
     prompt.warn(request)
-    return Asked(streams, use, prompt.thinking, body.custom)
+    return Asked(name, streams, use, prompt.thinking, body.custom)
 
 
 def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> SamplingParams:

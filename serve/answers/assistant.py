@@ -22,13 +22,18 @@ def named(data: JsonObject) -> bytes:
 
 
 class AssistantCall(Call):
-    """The answer to a conversation. A route's subclass gives blocks their form."""
+    """The answer to a conversation. A route's subclass gives blocks their form.
+
+    Attributes:
+        name: the answer's id.
+    """
 
     write = staticmethod(named)
     done = b""
 
     def __init__(self, server: Server, request: Request, asked: Asked, stream: bool | None) -> None:
         super().__init__(server, request, asked.streams, stream)
+        self.name = asked.name
         self.blocks, self._inputs = Blocks(asked.custom), Inputs(asked.custom)
         self._turn = Turn(asked.thinking, may_think(server.tokenizer), asked.use)
         self._thought = ThoughtTokens(server.tokenizer, asked.use, asked.thinking)

@@ -106,7 +106,7 @@ class Call(ABC):
                 ended += output.finished
                 # All are looked at once, not for each of them.
                 if ended == len(self.streams) or any(c.finish_reason == "error" for c in output.outputs):
-                    check(came.values(), len(self.streams))
+                    check(came.values(), len(self.streams), self.server.allm.draining)
                 self.last[prompt] = self.take(output)
                 yield prompt, self.last[prompt]
 

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from mtp_jax import CompletionOutput, JsonObject, RequestOutput, Speculation, Stream
 from serve.answers.calls import Call
 from serve.answers.shapes import speculation_metrics, usage
-from serve.base.ids import new_id
 from serve.base.state import Server
 from serve.bodies.schema import CallBody
 
@@ -23,15 +22,17 @@ class ChoicesCall(Call):
 
     kind: str
     chunk_kind: str
-    prefix: str
 
-    def __init__(self, server: Server, request: Request, body: CallBody, streams: Sequence[Stream]) -> None:
+    def __init__(
+        self, server: Server, request: Request, body: CallBody, streams: Sequence[Stream], name: str
+    ) -> None:
+        """name: the answer's id, by which its prompts were submitted."""
         super().__init__(server, request, streams, body.stream)
         self._speculative, self._options = body.speculative, body.stream_options
         self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
         self._ended: dict[int, bool] = {}  # of choices that the client has received, whether they have ended
         self._speculation = Speculation()
-        self._head: JsonObject = {"id": self.prefix + new_id(), "created": int(time.time())}
+        self._head: JsonObject = {"id": name, "created": int(time.time())}
         self._head |= server.fingerprint
 
     @abstractmethod

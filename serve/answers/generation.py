@@ -29,36 +29,46 @@ _DEAD_END = (
 _NOT_AGAIN = {"x-should-retry": "false"}
 
 
+def check_room(server: Server, counts: Sequence[int]) -> None:
+    """Raises RequestError for prompts that can never wait together; ``counts``: the n of each prompt."""
+    wanted, most = sum(counts), server.allm.admission.max_requests
+    if wanted > most:
+        n = "/".join(map(str, sorted({*counts})))
+        raise RequestError(f"{len(counts)} prompts of n = {n} are {wanted} requests; the queue takes {most}")
+
+
 async def submit(
     server: Server,
     request: Request,
     body: Sampling,
     prompts: Sequence[str | Sequence[int] | LazyPrompt],
     params: SamplingParams,
+    name: str,
 ) -> list[Stream]:
     """Queue every prompt, or none; prompts unfinished at the end of the request are aborted.
+
+    name: the name of the prompt; several have names that begin with it and end in _0, _1 and so on.
 
     Raises RequestError, Overloaded, EngineStopped.
     """
     tokenizer = server.allm.about.tokenizer
     if params.max_thinking_tokens is not None and tokenizer is not None and not may_think(tokenizer):
-        ignore(request, f"max_thinking_tokens (the model has no token {Thoughts.CLOSE})")
+        ignored = f"max_thinking_tokens (the model has no token {Thoughts.CLOSE})"
+        if ignored not in request.state.unknown:
+            ignore(request, ignored)
         params = replace(params, max_thinking_tokens=None)
     limits = [t for t in (body.timeout, server.settings.request_seconds) if t is not None]
     depth, deepest = params.num_speculative_tokens, server.allm.about.engine.num_speculative_tokens
     if depth is not None and depth > deepest:
         message = f"speculative.max_tokens = {depth}; this server drafts at most {deepest}; give that or less"
         raise ApiError(400, message, "speculative")
-    wanted, most = len(prompts) * params.n, server.allm.admission.max_requests
-    if wanted > most:
-        raise RequestError(
-            f"{len(prompts)} prompts of n = {params.n} are {wanted} requests; the queue takes {most}"
-        )
+    check_room(server, [params.n] * len(prompts))
     streams: list[Stream] = []
-    for prompt in prompts:
+    for i, prompt in enumerate(prompts):
         stream = await server.allm.submit(
             prompt,
             params,
+            request_id=f"{name}_{i}" if len(prompts) > 1 else name,
             priority=body.priority or 0,
             timeout=min(limits, default=None),
             cache_salt=body.cache_salt or "",
@@ -110,10 +120,12 @@ async def outputs(
             await asyncio.gather(*reading, return_exceptions=True)
 
 
-def check(outputs: Collection[RequestOutput], prompts: int) -> None:
-    """Raises ApiError for a completion that failed, or if all have ended and one of them without a token.
+def check(outputs: Collection[RequestOutput], prompts: int, ending: bool) -> None:
+    """Raises ApiError for a completion that failed, or if all have ended before their first token: by their
+    deadline, or because the server shuts down. An abort by a client is an answer without tokens.
 
-    outputs: the newest output of every prompt that has any. prompts: number of prompts.
+    outputs: the newest output of every prompt that has any. prompts: number of prompts. ending: whether the
+    server shuts down.
     """
     completions = [c for output in outputs for c in output.outputs]
     reasons = {c.finish_reason for c in completions}
@@ -127,5 +139,5 @@ def check(outputs: Collection[RequestOutput], prompts: int) -> None:
     if "timeout" in reasons:
         message = "the request's time was over before its first token"
         raise ApiError(408, message, code="timeout", headers=_NOT_AGAIN)
-    if "abort" in reasons:
+    if "abort" in reasons and ending:
         raise ApiError(503, "the server shut down before the first token", code="unavailable")

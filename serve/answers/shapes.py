@@ -1,6 +1,7 @@
 """Pieces of responses, in OpenAI's shapes."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from mtp_jax import (
@@ -56,6 +57,20 @@ def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> JsonO
         sources = zip(s.drafted_per_step, s.source_per_step, strict=True)
         metrics["per_step_source"] = [source.name.lower() for d, source in sources if d]
     return metrics
+
+
+def without_tokens(output: RequestOutput) -> RequestOutput:
+    """The output of a request for no tokens, which the engine answers with one."""
+    none: JsonObject = {"text": "", "num_tokens": 0, "stop_reason": None}
+    none |= {"token_ids": [], "token_texts": [], "drafted": [], "logprobs": []}
+    ends = {"stop": "length"}
+    return replace(
+        output,
+        outputs=[
+            replace(c, **none, finish_reason=ends.get(c.finish_reason or "", c.finish_reason))
+            for c in output.outputs
+        ],
+    )
 
 
 def token_extras(c: CompletionOutput, ids: bool | None, origins: bool | None) -> JsonObject:

@@ -1,8 +1,8 @@
 """Bodies of the routes that need an admin key."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from serve.bodies.fields import Body, Name, Text, TokenIds, form
 
@@ -47,6 +47,21 @@ class ResumeBody(Body):
 
     model: Name | None = None
     tags: _Tags | None = None
+
+
+class AbortBody(Body):
+    """/abort_request. rid: the name of a request, of any route. abort_all: end all of them."""
+
+    without_effect: ClassVar = frozenset({"abort_message", "finished_reason"})
+
+    rid: Name | None = None
+    abort_all: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_some(self) -> "AbortBody":
+        if not self.rid and not self.abort_all:
+            raise ValueError("rid: which request to end? give its rid, or abort_all = true")
+        return self
 
 
 class HiddenStatesBody(Body):

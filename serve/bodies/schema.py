@@ -174,6 +174,7 @@ class CallBody(Sampling):
     without_effect: ClassVar = _OFFICIAL | _FOREIGN.keys()
 
     model: Name | None = None
+    rid: Annotated[Name, Field(min_length=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

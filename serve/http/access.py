@@ -45,6 +45,11 @@ class Access:
         self._admin = [key.encode() for key in (settings.admin_key,) if key is not None]
         self._hosts = settings.hosts
 
+    def administers(self, headers: Headers) -> bool:
+        """Whether a request may end the requests of other clients: it has the admin key, or there is no
+        key at all."""
+        return not (self._keys or self._admin) or _knows(headers, self._admin)
+
     def refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
         """The error that refuses a request by its head; None if it is allowed."""
         reads = method in ("GET", "HEAD")

@@ -49,6 +49,7 @@ _POST: dict[str, _Handler] = {
     "/generate": native.generate,
     "/flush_cache": info.flush_cache,
     "/reset_prefix_cache": info.flush_cache,
+    "/abort_request": admin.abort_request,
     "/update_weights_from_disk": admin.update_weights,
     "/release_memory_occupation": admin.release_memory,
     "/resume_memory_occupation": admin.resume_memory,

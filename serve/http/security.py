@@ -61,6 +61,7 @@ class AccessControl:
                 record_of(scope).error = error.message
                 await error.response(scope["path"])(scope, receive, answer)
             else:
+                scope.setdefault("state", {})["administers"] = self._access.administers(headers)
                 await self._app(scope, bounded(receive, self._settings), answer)
         finally:
             abort_streams(scope)  # also after an error before the streams were read

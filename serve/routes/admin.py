@@ -10,7 +10,7 @@ from starlette.responses import Response
 from mtp_jax import CheckpointError, ConfigError, JsonObject
 from serve.base.errors import ApiError
 from serve.base.state import Server
-from serve.bodies.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
+from serve.bodies.admin import AbortBody, HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
 from serve.bodies.reading import read, warning
 
 PATHS = (
@@ -63,6 +63,16 @@ async def resume_memory(server: Server, request: Request) -> Response:
     with _tags_refused():
         await server.allm.resume_memory(body.tags)
     return _json(request, {"success": True, "released": server.allm.released})
+
+
+async def abort_request(server: Server, request: Request) -> Response:
+    """The route that ends requests with the tokens so far. A name that no request has may have ended."""
+    body = await read(server.settings, request, AbortBody)
+    if body.abort_all and not request.state.administers:
+        message = "abort_all needs the admin key (--admin-key): it ends the requests of others, too"
+        raise ApiError(403, message, "abort_all")
+    server.allm.abort(None if body.abort_all else body.rid)
+    return _json(request, {"success": True})
 
 
 async def hidden_states(server: Server, request: Request) -> Response:

@@ -19,6 +19,7 @@ from serve.answers.inputs import Inputs
 from serve.answers.reasoning import ThoughtTokens, may_think
 from serve.answers.shapes import chat_logprobs, prompt_scores, token_extras, usage
 from serve.answers.turn import Piece, Thought, Turn, called
+from serve.base.ids import new_id
 from serve.base.state import Server
 from serve.bodies.reading import read
 from serve.bodies.schema import ChatBody
@@ -27,15 +28,15 @@ from serve.bodies.schema import ChatBody
 async def chat_completions(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ChatBody)
-    asked = await ask(server, request, body)
+    asked = await ask(server, request, body, body.rid or f"chatcmpl-{new_id()}")
     return await _Chat(server, request, body, asked).respond()
 
 
 class _Chat(ChoicesCall):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, server: Server, request: Request, body: ChatBody, asked: Asked) -> None:
-        super().__init__(server, request, body, asked.streams)
+        super().__init__(server, request, body, asked.streams, asked.name)
         self.body, self._asked, self._thinking = body, asked, asked.thinking
         self._tells_tokens |= body.logprobs is True
         self._may_think = may_think(server.tokenizer)

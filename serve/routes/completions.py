@@ -1,7 +1,6 @@
 """/v1/completions."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,7 +8,8 @@ from starlette.responses import Response
 from mtp_jax import CompletionOutput, JsonObject, LazyPrompt, Logprob, RequestOutput, Stream
 from serve.answers.choices import ChoicesCall
 from serve.answers.generation import submit
-from serve.answers.shapes import TextOffsets, completion_logprobs, prompt_scores, token_extras
+from serve.answers.shapes import TextOffsets, completion_logprobs, prompt_scores, token_extras, without_tokens
+from serve.base.ids import new_id
 from serve.base.state import Server
 from serve.bodies.reading import read
 from serve.bodies.schema import CompletionBody
@@ -25,8 +25,9 @@ async def completions(server: Server, request: Request) -> Response:
     scored = body.logprobs if body.echo else body.prompt_logprobs
     defaults = server.allm.about.sampling_defaults
     params = body.params(most, body.stream, body.logprobs, scored, defaults=defaults)
-    streams = await submit(server, request, body, [_prompt(server, body, p) for p in body.prompts], params)
-    return await _Completions(server, request, body, streams).respond()
+    name, prompts = body.rid or f"cmpl-{new_id()}", [_prompt(server, body, p) for p in body.prompts]
+    streams = await submit(server, request, body, prompts, params, name)
+    return await _Completions(server, request, body, streams, name).respond()
 
 
 def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> str | list[int] | LazyPrompt:
@@ -41,12 +42,11 @@ def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> st
 
 class _Completions(ChoicesCall):
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl-"
 
     def __init__(
-        self, server: Server, request: Request, body: CompletionBody, streams: Sequence[Stream]
+        self, server: Server, request: Request, body: CompletionBody, streams: Sequence[Stream], name: str
     ) -> None:
-        super().__init__(server, request, body, streams)
+        super().__init__(server, request, body, streams, name)
         self.body = body
         self._tells_tokens |= body.logprobs is not None
         self._prompt_scores: dict[int, Sequence[dict[int, Logprob] | None]] = {}
@@ -82,16 +82,7 @@ class _Completions(ChoicesCall):
     def take(self, output: RequestOutput) -> RequestOutput:
         """Record an output, without its token where max_tokens = 0."""
         output = super().take(output)
-        if self.body.max_tokens != 0:
-            return output
-        none: JsonObject = {"text": "", "num_tokens": 0, "stop_reason": None}
-        none |= {"token_ids": [], "token_texts": [], "drafted": [], "logprobs": []}
-        ends = {"stop": "length"}
-        trimmed = [
-            replace(c, **none, finish_reason=ends.get(c.finish_reason or "", c.finish_reason))
-            for c in output.outputs
-        ]
-        return replace(output, outputs=trimmed)
+        return without_tokens(output) if self.body.max_tokens == 0 else output
 
     def _prompt(self, output: RequestOutput) -> str:
         if output.prompt is not None:

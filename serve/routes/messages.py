@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject, LazyPrompt
-from serve.answers.asking import Asked, ChatPrompt, ask
+from serve.answers.asking import ChatPrompt, ask
 from serve.answers.assistant import AssistantCall, named
 from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
@@ -28,7 +28,7 @@ async def messages(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, MessagesBody)
     if body.thread is not None:
         raise ApiError(400, _NO_THREADS, "thread", details=_SEND_ALL)
-    asked = await ask(server, request, body.conversation())
+    asked = await ask(server, request, body.conversation(), f"msg_{new_id()}")
     return await _Messages(server, request, asked, body.stream).respond()
 
 
@@ -45,10 +45,6 @@ async def count_tokens(server: Server, request: Request) -> Response:
 
 class _Messages(AssistantCall):
     ping = named({"type": "ping"})  # as Anthropic's
-
-    def __init__(self, server: Server, request: Request, asked: Asked, stream: bool | None) -> None:
-        super().__init__(server, request, asked, stream)
-        self._id = f"msg_{new_id()}"
 
     def answer(self) -> JsonObject:
         """A message."""
@@ -108,7 +104,7 @@ class _Messages(AssistantCall):
 
     def _message(self, content: list[JsonObject], end: dict[str, str | None]) -> JsonObject:
         return {
-            "id": self._id,
+            "id": self.name,
             "type": "message",
             "role": "assistant",
             "model": self.request.state.model,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -9,21 +10,24 @@ from starlette.responses import Response
 
 from mtp_jax import CompletionOutput, JsonObject, Logprob, RequestOutput, Stream
 from serve.answers.calls import Call
-from serve.answers.generation import submit
-from serve.answers.shapes import finite, token_name
+from serve.answers.generation import check_room, submit
+from serve.answers.shapes import finite, token_name, without_tokens
 from serve.base.ids import new_id
 from serve.base.state import Server
-from serve.bodies.native import GenerateBody
+from serve.bodies.native import Ask, GenerateBody
 from serve.bodies.reading import read
-from serve.bodies.schema import Sampling
 
 
 async def generate(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, GenerateBody)
-    prompt = body.text if body.text is not None else body.input_ids or []
-    params = body.params(server.allm.about.sampling_defaults)
-    streams = await submit(server, request, body.sampling_params or Sampling(), [prompt], params)
+    asks, defaults = body.asks, server.allm.about.sampling_defaults
+    params = [ask.params(body.stream, defaults) for ask in asks]
+    check_room(server, [p.n for p in params])
+    names = [ask.rid or new_id() for ask in asks]
+    streams = []
+    for ask, p, name in zip(asks, params, names, strict=True):
+        streams += await submit(server, request, ask.sampling, [ask.prompt], p, name)
     return await _Generate(server, request, body, streams).respond()
 
 
@@ -34,35 +38,35 @@ class _Generate(Call):
         self, server: Server, request: Request, body: GenerateBody, streams: Sequence[Stream]
     ) -> None:
         super().__init__(server, request, streams, body.stream)
-        self._body, self._name, self._tokenizer = body, new_id(), server.allm.about.tokenizer
-        self._prompt: Sequence[dict[int, Logprob] | None] = ()
+        self._body, self._asks, self._tokenizer = body, body.asks, server.allm.about.tokenizer
+        # The number of each prompt's first completion among all.
+        self._first = [0, *accumulate(ask.sampling.n or 1 for ask in self._asks)]
+        self._scored: dict[int, Sequence[dict[int, Logprob] | None]] = {}
 
     def answer(self) -> JsonObject | list[JsonObject]:
         """The completion, or a list of several."""
-        found = [*self.grown(0, self.last[0])]
-        return found[0] if len(found) == 1 else found
+        found = [one for prompt, output in sorted(self.last.items()) for one in self.grown(prompt, output)]
+        return found if self._body.is_batch or len(found) > 1 else found[0]
 
     def grown(self, prompt: int, output: RequestOutput) -> Iterable[JsonObject]:
         """An object per completion."""
-        del prompt
+        output = output if self._asks[prompt].answers else without_tokens(output)
         for c in output.outputs:
-            meta = self._meta(output, c)
-            yield {"text": c.text, "output_ids": c.token_ids, "meta_info": meta, "index": c.index}
+            meta = self._meta(prompt, output, c)
+            index = self._first[prompt] + c.index
+            yield {"text": c.text, "output_ids": c.token_ids, "meta_info": meta, "index": index}
 
-    def _meta(self, output: RequestOutput, c: CompletionOutput) -> JsonObject:
+    def _meta(self, prompt: int, output: RequestOutput, c: CompletionOutput) -> JsonObject:
         s, seconds = c.speculation, output.timing.finished
-        reason: JsonObject | None = {"type": c.finish_reason} if c.finish_reason else None
-        if reason and c.finish_reason == "length":
-            reason["length"] = c.num_tokens
         meta: JsonObject = {
-            "id": self._name,
-            "finish_reason": reason,
+            "id": self.streams[prompt].request_id,
+            "finish_reason": _reason(c),
             "prompt_tokens": len(output.prompt_token_ids),
             "completion_tokens": c.num_tokens,
             "cached_tokens": output.cached_tokens,
             "weight_version": output.weight_version,
             **self.server.fingerprint,
-            **self._scores(output, c),
+            **self._scores(prompt, output, c),
         }
         if s.drafted:
             meta |= {
@@ -72,31 +76,50 @@ class _Generate(Call):
             }
         return meta if seconds is None else meta | {"e2e_latency": seconds}
 
-    def _scores(self, output: RequestOutput, c: CompletionOutput) -> JsonObject:
+    def _scores(self, prompt: int, output: RequestOutput, c: CompletionOutput) -> JsonObject:
         """Scores of a completion and of its prompt from the requested token on."""
-        if not self._body.return_logprob:
+        ask = self._asks[prompt]
+        if not ask.return_logprob:
             return {}
-        found = self._lists("output", c.token_ids, c.logprobs or [])
-        if self._body.scores_prompt:
-            start = self._body.logprob_start_len or 0
-            self._prompt = output.prompt_logprobs or self._prompt
-            found |= self._lists("input", output.prompt_token_ids[start:], self._prompt[start:])
+        found = self._lists(ask, "output", c.token_ids, c.logprobs or [])
+        if ask.scores_prompt:
+            start = ask.logprob_start_len or 0
+            scores = self._scored[prompt] = output.prompt_logprobs or self._scored.get(prompt, ())
+            found |= self._lists(ask, "input", output.prompt_token_ids[start:], scores[start:])
         return found
 
-    def _lists(self, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]) -> JsonObject:
+    def _lists(
+        self, ask: Ask, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]
+    ) -> JsonObject:
         pairs = list(zip(ids, scores, strict=False))  # a prompt that ended during its prefill has fewer
         found: JsonObject = {f"{of}_token_logprobs": [self._entry(t, s[t] if s else None) for t, s in pairs]}
-        if self._body.top_logprobs_num:
-            found[f"{of}_top_logprobs"] = [self._best(s) if s else None for _, s in pairs]
+        if most := ask.top_logprobs_num:
+            found[f"{of}_top_logprobs"] = [self._best(s, most) if s else None for _, s in pairs]
         return found
 
-    def _best(self, scores: dict[int, Logprob]) -> list[list[object]]:
-        best = sorted(scores.items(), key=lambda item: item[1].rank)[: self._body.top_logprobs_num]
+    def _best(self, scores: dict[int, Logprob], most: int) -> list[list[object]]:
+        best = sorted(scores.items(), key=lambda item: item[1].rank)[:most]
         return [self._entry(token, score) for token, score in best]
 
     def _entry(self, token: int, score: Logprob | None) -> list[object]:
         text = token_name(self._tokenizer, token) if self._body.return_text_in_logprobs else None
         return [score and finite(score), token, text]
+
+
+def _reason(c: CompletionOutput) -> JsonObject | None:
+    """The reason of the end in SGLang's shape, which has three types."""
+    match c.finish_reason:
+        case None:
+            return None
+        case "stop":
+            token = c.token_ids[-1] if c.token_ids else None  # the model's own end
+            return {"type": "stop", "matched": token if c.stop_reason is None else c.stop_reason}
+        case "length":
+            return {"type": "length", "length": c.num_tokens}
+        case "timeout":
+            return {"type": "abort", "message": "the request's time was over"}
+        case _:
+            return {"type": "abort", "message": "the request was aborted"}
 
 
 async def server_info(server: Server, request: Request) -> Response:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from mtp_jax import JsonObject
 from serve.base.state import Server
-from serve.bodies.admin import HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
+from serve.bodies.admin import AbortBody, HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
 from serve.bodies.fields import Body
 from serve.bodies.messages import CountBody, MessagesBody
 from serve.bodies.native import GenerateBody
@@ -25,6 +25,7 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
     "/tokenize": (TokenizeBody, TokenizeChatBody),
     "/detokenize": (DetokenizeBody,),
     "/generate": (GenerateBody,),
+    "/abort_request": (AbortBody,),
     "/update_weights_from_disk": (UpdateBody,),
     "/release_memory_occupation": (ReleaseBody,),
     "/resume_memory_occupation": (ResumeBody,),

@@ -34,7 +34,8 @@ _EVENTS = {
 async def responses(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ResponsesBody)
-    asked = await ask(server, request, body.conversation(), body.client_tools.also)
+    name, also = f"resp_{new_id()}", body.client_tools.also
+    asked = await ask(server, request, body.conversation(), name, also)
     return await _Responses(server, request, asked, body).respond()
 
 
@@ -42,7 +43,7 @@ class _Responses(AssistantCall):
     def __init__(self, server: Server, request: Request, asked: Asked, body: ResponsesBody) -> None:
         super().__init__(server, request, asked, body.stream)
         self._tools = body.client_tools
-        self._body, self._id, self._created = body, f"resp_{new_id()}", int(time.time())
+        self._body, self._created = body, int(time.time())
         self._ids: dict[int, str] = {}
         self._number = -1
 
@@ -135,7 +136,7 @@ class _Responses(AssistantCall):
         choice = body.tool_choice
         choice = choice.model_dump(exclude_unset=True) if isinstance(choice, Body) else choice
         return {
-            "id": self._id,
+            "id": self.name,
             "object": "response",
             "created_at": self._created,
             "status": status,

@@ -71,6 +71,31 @@ def test_what_is_left_of_a_prompt_is_aborted():
     assert not s.engine.busy
 
 
+@pytest.mark.parametrize("steps", range(5))
+@pytest.mark.parametrize("pages", [16, 5])
+def test_an_abort_between_acceptance_and_text(steps, pages):
+    """Tokens that the engine has accepted and no output has held yet all belong to the last one."""
+    s = session(num_pages=pages, num_speculative_tokens=3)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    states = submit(s, params, params)
+    for _ in range(3):
+        s.step()
+    for _ in range(steps):
+        s.engine.step()  # of which the session sees nothing
+    for state in states:
+        (request,) = (c.request for c in state.completions)
+        accepted = [*request.progress.output]
+        s.abort(state)
+        (c,) = state.output().outputs
+        assert c.finish_reason == "abort"
+        assert c.token_ids == accepted
+        lengths = {c.num_tokens, *map(len, (c.token_ids, c.logprobs or [], c.token_texts, c.drafted))}
+        assert lengths == {len(accepted)}
+        assert [next(iter(scores)) for scores in c.logprobs or []] == accepted
+    assert s.engine.stats().pages_used == 0
+    assert not s.engine.busy
+
+
 def test_requests_without_text_run_to_their_end_and_others_may_follow():
     s = session()
     first, second = (s.engine.make_request([3, 4, 5], PARAMS) for _ in range(2))

@@ -177,12 +177,13 @@ def test_an_end_without_new_tokens_is_no_error(reason):
         c = CompletionOutput(0, "", [], tokens, reason, None, [], [], Speculation(), None)
         return RequestOutput("", [1], [c], None, Timing(0.1, 0.2, 0.3), 0, None)
 
-    check([end(5)], 1)
-    check([end(0), end(5)], 2)
-    check([end(0), end(0, None)], 2)
-    check([end(0)], 2)
+    check([end(5)], 1, ending=True)
+    check([end(0), end(5)], 2, ending=True)
+    check([end(0), end(0, None)], 2, ending=True)
+    check([end(0)], 2, ending=True)
     with pytest.raises(ApiError):
-        check([end(0)], 1)
+        check([end(0)], 1, ending=True)
+    check([end(0, "abort")], 1, ending=False)  # a client has ended it
 
 
 @pytest.mark.parametrize("stream", [False, True])
