@@ -25,6 +25,7 @@ from mtp_jax.api.hooks import Hooks
 from mtp_jax.api.introduction import introduction
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
+from mtp_jax.api.pause import Pause
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.stream import Stream
 from mtp_jax.api.submissions import Submissions
@@ -47,6 +48,9 @@ class AsyncLLM:
     """A model that serves many coroutines of one event loop.
 
     ``start`` it, ``generate`` or ``submit``, and ``close`` it; ``async with`` starts and closes it.
+
+    Attributes:
+        pause: begins and ends pauses of generation.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class AsyncLLM:
             llm.group.ending.told.append(self.fail)
         thread, quiet = self._thread, self._submissions.quiet
         self.warm_up = WarmUp(llm.engine, quiet, thread.warm_up, thread.forget_costs)
+        self.pause = Pause(thread, self._submissions, self.on_engine, self._check_awake)
         self.hooks = Hooks()
         structured = llm.engine.grammars is not None
         self.about = About(
@@ -213,7 +218,8 @@ class AsyncLLM:
         """Replace the model's weights, all or none, while it serves.
 
         The new weights are read and checked while requests are served. Then prompts that have begun finish
-        with the old weights, and queued prompts wait for the new weights: no answer comes from both.
+        with the old weights, and queued prompts wait for the new weights: no answer comes from both, but for
+        requests that a pause keeps, which do not hold up the update, and go on with the new weights.
 
         Args:
             source, draft_model, keep_draft, weight_version, probe: as for ``LLM.update_weights``.
@@ -232,10 +238,15 @@ class AsyncLLM:
             replace = partial(llm.replace_weights, new, weight_version, probe, prepare=False)
             return await self.on_engine(replace, between_prompts=True)
 
+    async def name_weights(self, weight_version: str) -> None:
+        """Name the weights, for requests that get a slot from now on; none ends. Raises EngineStopped."""
+        await self.on_engine(partial(self.llm.engine.name_weights, weight_version))
+
     async def release_memory(
         self, tags: Sequence[Tag] | None = None, *, backup: bool = True, abort: bool = False
     ) -> None:
-        """Give device memory back, as ``LLM.release_memory`` does, once every submitted request has ended.
+        """Give device memory back, as ``LLM.release_memory`` does, once every submitted request has ended, or
+        waits for the end of a pause.
 
         New requests are refused until ``resume_memory``, or an update of the weights, has restored all of it.
 
@@ -253,7 +264,7 @@ class AsyncLLM:
             try:
                 if abort:
                     self._submissions.abort()
-                await self._submissions.idle.wait()
+                await self.pause.at_rest()
                 await self.on_engine(partial(self.llm.release_memory, tags, backup=backup))
             finally:
                 self._falling_asleep = False

@@ -31,6 +31,10 @@ class Session:
             self.engine.abort(request)
         return self._advance(left)
 
+    def pause(self) -> list[PromptState]:
+        """Pause the engine. Returns the prompts that its last launches have advanced."""
+        return self._advance(self.engine.pause())
+
     def step(self) -> list[PromptState]:
         """Run one step of the engine, for all its requests. Returns the prompts that advanced."""
         return self._step()[1]

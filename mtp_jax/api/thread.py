@@ -53,10 +53,11 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Process the whole inbox, end the thread, and wait for its end."""
+        """Process the whole inbox, end the thread and any pause, and wait for the end."""
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join()
+        self._engine.unpause()
 
     @property
     def alive(self) -> bool:
@@ -76,6 +77,14 @@ class EngineThread:
     def call_between(self, function: Callable[[], object]) -> None:
         """Run a function once every prompt that has begun is complete; later prompts wait in the queue."""
         self.call(lambda: self._hold_for(function))
+
+    def pause(self) -> None:
+        """Put all requests back into the queue until ``unpause``. This thread alone may call both."""
+        self._hand_over(self._session.pause())
+
+    def unpause(self) -> None:
+        """Serve the requests of the queue again."""
+        self._engine.unpause()
 
     def warm_up(self, key: Key) -> None:
         """Warm up a program that has just been compiled, if no request is being served."""

@@ -194,8 +194,17 @@ class Engine:
             self.tier.forget()
 
     def new_weights(self, version: str) -> None:
-        """Record that the runner has new parameters; pages made with the old parameters are forgotten."""
+        """Record that the runner has new parameters; pages and scores of prompts of the old are forgotten.
+
+        Requests that a pause keeps have tokens of the old weights, and go on with the new weights.
+        """
         self.flush_prefix_cache()
+        for own in (r.progress for r in self.scheduler.live() if not r.progress.output):
+            own.prompt_logprobs.clear()
+        self.name_weights(version)
+
+    def name_weights(self, version: str) -> None:
+        """Give the runner's parameters a name, for requests that get a slot from now on."""
         self.weight_version = version
 
     def sleep(self) -> None:
@@ -213,6 +222,20 @@ class Engine:
     def resume(self) -> None:
         """Serve the requests that ``hold`` kept back."""
         self.scheduler.held = False
+
+    def pause(self) -> list[Request]:
+        """Put all requests back into the queue, with the tokens so far, and serve none until ``unpause``.
+
+        Returns the requests that the last launches have advanced.
+        """
+        advanced = self._read(len(self._inflight))
+        self.scheduler.pause()
+        self._refresh()
+        return advanced
+
+    def unpause(self) -> None:
+        """Serve the requests that ``pause`` kept back."""
+        self.scheduler.unpause()
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine."""
@@ -261,8 +284,8 @@ class Engine:
             self.runner.do(launches.Move(source, target))
 
     def _refresh(self) -> None:
-        """Tell the device which slots and pages changed hands."""
-        if self.scheduler.changed():
+        """Tell the device which slots and pages changed hands, unless it has no memory now."""
+        if not self.asleep and self.scheduler.changed():
             slots = self.scheduler.slots
             keep = np.array([r is not None for r in slots])
             table = np.concatenate([self._page_row(r) for r in slots])
@@ -273,9 +296,9 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         own, found = request.progress, request.residence
+        own.weight_version = self.weight_version
         if own.admitted_at is None:
             own.admitted_at = self.runner.clock()
-            own.weight_version = self.weight_version
             own.cached_tokens = found.prefilled
             self.counters.prompt_tokens += len(request.prompt)
             if self.scheduler.looks_up(request):

@@ -57,7 +57,7 @@ class Progress:
         unread: unread launches that will hold at least one token.
         rows_bound: the most tokens that the sequence can have once all launches are read.
         cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        weight_version: name of the weights that it runs with; None before its first admission.
+        weight_version: name of the weights that it ran with last; None before its first admission.
         arrived: seconds of the runner's clock when the request came; 0 until it is queued.
     """
 

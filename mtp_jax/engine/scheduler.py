@@ -23,6 +23,7 @@ class Scheduler:
 
     Attributes:
         held: whether requests that have not begun stay in the queue, even past their deadlines.
+        paused: whether all requests do.
     """
 
     def __init__(self, config: EngineConfig, shards: int, tier: HostTier | None = None) -> None:
@@ -36,7 +37,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * config.max_num_seqs
         self.preemptions = 0
-        self._stale = self.held = False
+        self._stale = self.held = self.paused = False
 
     @property
     def busy(self) -> bool:
@@ -48,8 +49,8 @@ class Scheduler:
         return next((r for r in self.waiting if not self.holds(r)), None)
 
     def holds(self, request: Request) -> bool:
-        """Whether a request stays in the queue while ``held`` is set."""
-        return self.held and request.holdable and not request.begun
+        """Whether a request stays in the queue, because of ``held`` or ``paused``."""
+        return request.holdable and (self.paused or (self.held and not request.begun))
 
     def live(self) -> list[Request]:
         """Requests that wait or have a slot."""
@@ -224,11 +225,28 @@ class Scheduler:
         return changed
 
     def _preempt(self, request: Request) -> None:
-        self._vacate(request)
-        request.residence.slot = -1
+        self._retract(request)
         request.residence.preemptions += 1
         self.preemptions += 1
+
+    def _retract(self, request: Request) -> None:
+        self._vacate(request)
+        request.residence.slot = -1
         self.enqueue(request)
+
+    def pause(self) -> None:
+        """Put all requests back into the queue, where they stay while ``paused`` is set.
+
+        Their launches must have been read. Their full pages stay as a prefix for as long as there is room.
+        """
+        for request in [r for r in self.slots if r]:
+            self._retract(request)
+            self._stale = True
+        self.paused = True
+
+    def unpause(self) -> None:
+        """Serve the requests that ``pause`` put back."""
+        self.paused = False
 
     # Leaving
 

@@ -49,6 +49,25 @@ class ResumeBody(Body):
     tags: _Tags | None = None
 
 
+class VersionBody(Body):
+    """/update_weight_version."""
+
+    new_version: Name
+    abort_all_requests: bool | None = None
+
+
+class PauseBody(Body):
+    """/pause_generation. mode: SGLang's; "abort" unless given."""
+
+    mode: Literal["abort", "retract", "in_place"] | None = None
+
+
+class ContinueBody(Body):
+    """/continue_generation."""
+
+    without_effect: ClassVar = frozenset({"torch_empty_cache"})
+
+
 class AbortBody(Body):
     """/abort_request. rid: the name of a request, of any route. abort_all: end all of them."""
 

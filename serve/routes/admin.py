@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -10,11 +11,26 @@ from starlette.responses import Response
 from mtp_jax import CheckpointError, ConfigError, JsonObject
 from serve.base.errors import ApiError
 from serve.base.state import Server
-from serve.bodies.admin import AbortBody, HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
+from serve.bodies.admin import (
+    AbortBody,
+    ContinueBody,
+    HiddenStatesBody,
+    PauseBody,
+    ReleaseBody,
+    ResumeBody,
+    UpdateBody,
+    VersionBody,
+)
+from serve.bodies.fields import Body
 from serve.bodies.reading import read, warning
+
+_Body = TypeVar("_Body", bound=Body)
 
 PATHS = (
     "/update_weights_from_disk",
+    "/update_weight_version",
+    "/pause_generation",
+    "/continue_generation",
     "/release_memory_occupation",
     "/resume_memory_occupation",
     "/hidden_states",
@@ -47,9 +63,33 @@ async def update_weights(server: Server, request: Request) -> Response:
     return _json(request, answer)
 
 
+async def update_weight_version(server: Server, request: Request) -> Response:
+    """The route that names the weights. Requests end only where the body says so."""
+    body = await read(server.settings, request, VersionBody)
+    if body.abort_all_requests:
+        server.allm.abort(None)
+    await server.allm.name_weights(body.new_version)
+    message = f"the weights are named {body.new_version}"
+    return _json(request, {"success": True, "message": message, "new_version": body.new_version})
+
+
+async def pause(server: Server, request: Request) -> Response:
+    """The route that stops generation; requests that come meanwhile wait."""
+    body = await _read_any(server, request, PauseBody)
+    await server.allm.pause.begin(body.mode or "abort")
+    return _json(request, {"status": "ok", "message": "generation is paused"})
+
+
+async def unpause(server: Server, request: Request) -> Response:
+    """The route that lets generation go on; without a pause it changes nothing."""
+    await _read_any(server, request, ContinueBody)
+    await server.allm.pause.end()
+    return _json(request, {"status": "ok", "message": "generation goes on"})
+
+
 async def release_memory(server: Server, request: Request) -> Response:
     """The route that releases memory, once every request has ended."""
-    body = await read(server.settings, request, ReleaseBody)
+    body = await _read_any(server, request, ReleaseBody)
     with _tags_refused():
         await server.allm.release_memory(
             body.tags, backup=body.backup is not False, abort=body.abort_all_requests is True
@@ -59,7 +99,7 @@ async def release_memory(server: Server, request: Request) -> Response:
 
 async def resume_memory(server: Server, request: Request) -> Response:
     """The route."""
-    body = await read(server.settings, request, ResumeBody)
+    body = await _read_any(server, request, ResumeBody)
     with _tags_refused():
         await server.allm.resume_memory(body.tags)
     return _json(request, {"success": True, "released": server.allm.released})
@@ -85,6 +125,12 @@ async def hidden_states(server: Server, request: Request) -> Response:
 async def weight_version(server: Server, request: Request) -> Response:
     """The route of the weights' name. It needs no admin key."""
     return _json(request, {"weight_version": server.allm.weight_version})
+
+
+async def _read_any(server: Server, request: Request, kind: type[_Body]) -> _Body:
+    """The body, all of whose fields have defaults: SGLang's clients may send none at all."""
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    return await read(server.settings, request, kind) if has_body else kind()
 
 
 @contextmanager

@@ -148,6 +148,7 @@ async def server_info(server: Server, request: Request) -> Response:
         "weight_version": server.allm.weight_version,
         **server.fingerprint,
         "released_memory": server.allm.released,
+        "paused": server.allm.pause.begun.is_set(),
         "state": server.allm.warm_up.state,
         "verifier": config.verifier,
         "sampling_defaults": about.sampling_defaults,

@@ -9,7 +9,16 @@ from starlette.responses import Response
 
 from mtp_jax import JsonObject
 from serve.base.state import Server
-from serve.bodies.admin import AbortBody, HiddenStatesBody, ReleaseBody, ResumeBody, UpdateBody
+from serve.bodies.admin import (
+    AbortBody,
+    ContinueBody,
+    HiddenStatesBody,
+    PauseBody,
+    ReleaseBody,
+    ResumeBody,
+    UpdateBody,
+    VersionBody,
+)
 from serve.bodies.fields import Body
 from serve.bodies.messages import CountBody, MessagesBody
 from serve.bodies.native import GenerateBody
@@ -26,6 +35,9 @@ BODIES: dict[str, tuple[type[Body], ...]] = {
     "/detokenize": (DetokenizeBody,),
     "/generate": (GenerateBody,),
     "/abort_request": (AbortBody,),
+    "/update_weight_version": (VersionBody,),
+    "/pause_generation": (PauseBody,),
+    "/continue_generation": (ContinueBody,),
     "/update_weights_from_disk": (UpdateBody,),
     "/release_memory_occupation": (ReleaseBody,),
     "/resume_memory_occupation": (ResumeBody,),

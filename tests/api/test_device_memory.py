@@ -3,13 +3,24 @@
 import asyncio
 import contextlib
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from mtp_jax import LLM, AsyncLLM, CheckpointError, ConfigError, EngineStopped, RequestError, SamplingParams
+from mtp_jax import (
+    LLM,
+    AsyncLLM,
+    CheckpointError,
+    ConfigError,
+    EngineStopped,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Stream,
+)
 from mtp_jax.api.local import local_runner
 from mtp_jax.checkpoint.digest import folder_digest
 from mtp_jax.checkpoint.folder import open_folder
@@ -280,3 +291,89 @@ def test_weights_that_are_half_replaced_have_no_identity(other, monkeypatch):
     assert identity.now() is None
     llm.update_weights(other, probe=())
     assert identity.now() == new.digests
+
+
+def test_a_pause_ends_with_the_server(llm, answers):
+    async def run() -> None:
+        async with AsyncLLM(llm) as allm:
+            await allm.pause.begin()
+            await allm.submit(PROMPT, GREEDY)
+
+    asyncio.run(run())
+    assert tokens(llm) == answers["rigged"]
+
+
+async def paused(allm: AsyncLLM, params: SamplingParams) -> tuple[Stream, list[int]]:
+    """A stream whose request a pause keeps, and its tokens so far."""
+    with slowed(allm.llm.engine, 0.02):
+        stream = await allm.submit(PROMPT, params)
+        output = await anext(stream)
+        await allm.pause.begin("in_place")
+    with contextlib.suppress(TimeoutError):  # the last launches may have brought more
+        output = await asyncio.wait_for(anext(stream), 0.01)
+    return stream, output.outputs[0].token_ids
+
+
+def test_kept_requests_go_on_with_new_weights(llm, other, answers):
+    params = replace(GREEDY, max_tokens=40)
+
+    async def run() -> tuple[list[int], RequestOutput]:
+        async with AsyncLLM(llm) as allm:
+            stream, before = await paused(allm, params)
+            found = await allm.update_weights(other, weight_version="other", probe=[PROMPT])
+            assert found.acceptance_after is not None  # the probe is no request that a pause keeps
+            assert allm.live == 1
+            await allm.pause.end()
+            return before, [o async for o in stream][-1]
+
+    before, output = asyncio.run(run())
+    tokens = output.outputs[0].token_ids
+    assert (len(tokens), output.weight_version) == (40, "other")
+    assert tokens[: len(before)] == before == answers["rigged"][: len(before)]
+    rest = replace(GREEDY, max_tokens=40 - len(before))
+    assert tokens[len(before) :] == llm.generate(PROMPT + before, rest)[0].outputs[0].token_ids
+
+
+def test_a_pause_lets_memory_go(llm):
+    params = replace(GREEDY, max_tokens=40)
+    whole = llm.generate(PROMPT, params)[0].outputs[0].token_ids
+
+    async def run() -> list[int]:
+        async with AsyncLLM(llm) as allm:
+            stream, _ = await paused(allm, params)
+            await allm.release_memory()
+            with pytest.raises(EngineStopped, match="resume it"):
+                await allm.pause.end()
+            await allm.resume_memory()
+            await allm.pause.end()
+            return [o async for o in stream][-1].outputs[0].token_ids
+
+    assert asyncio.run(run()) == whole
+
+
+def test_a_release_that_waits_need_not_wait_for_a_pause(llm):
+    async def run() -> None:
+        async with AsyncLLM(llm) as allm:
+            with slowed(llm.engine, 0.02):
+                await allm.submit(PROMPT, GREEDY)
+                release = asyncio.create_task(allm.release_memory(["cache"]))
+                while not allm._falling_asleep:
+                    await asyncio.sleep(0)
+                await allm.pause.begin("retract")
+                await release
+            await allm.resume_memory()
+            await allm.pause.begin("abort")
+            await allm.pause.end()
+            assert allm.live == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["stop", None, ""])
+def test_unknown_modes_of_a_pause_are_refused(llm, mode):
+    async def run() -> None:
+        async with AsyncLLM(llm) as allm:
+            with pytest.raises(RequestError, match="expected 'abort', 'retract', 'in_place'"):
+                await allm.pause.begin(mode)
+
+    asyncio.run(run())

@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.models import slowed
 RIGGED = model_dir("rigged")
 # Few buckets: every executable costs seconds.
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 252, "page_size": 16, "prefill_chunk": 16}
+LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 RATES = (0.8, 0.6, 0.5)
 # However slow the machine is, no stream has a ping in it but where a test is about pings.
 NO_PINGS = {"ping_seconds": 1e6}
@@ -232,6 +234,55 @@ def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for one in running:
         check_idle(one)
+
+
+@pytest.fixture
+def ask(server: Running) -> Iterator[Callable[..., Future[dict[str, Any]]]]:
+    """Sends a request from a thread of its own."""
+    with ThreadPoolExecutor(8) as pool, server.client() as client:
+
+        def send(path: str = "/generate", **body: Any) -> Future[dict[str, Any]]:
+            body = {"text": "abc", "sampling_params": LONG, **body} if path == "/generate" else body
+            return pool.submit(lambda: client.post(path, json=body).raise_for_status().json())
+
+        yield send
+
+
+class Gate:
+    """Stops an engine before a step: ``reached`` says that it stands there, ``opened`` lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        assert self.reached.wait(60)
+
+    def open(self) -> None:
+        self.opened.set()
+
+
+@pytest.fixture
+def stop_after(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Gate]:
+    """Makes a gate behind a number of further steps."""
+
+    def stop(steps: int) -> Gate:
+        step, gate, left = server.allm.llm.engine.step, Gate(), iter(range(steps))
+
+        def counted() -> Any:
+            if next(left, None) is None:
+                gate.reached.set()
+                assert gate.opened.wait(60)
+            return step()
+
+        monkeypatch.setattr(server.allm.llm.engine, "step", counted)
+        return gate
+
+    return stop
+
+
+def live(server: Running, count: int) -> None:
+    """Wait until the engine has this many prompts."""
+    wait_until(lambda: len(server.allm._submissions._by_prompt) == count)
 
 
 def check_idle(running: Running) -> None:

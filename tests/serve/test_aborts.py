@@ -1,73 +1,20 @@
 """/abort_request ends requests of every route, wherever they are, with the tokens so far."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Running, wait_until
+from tests.serve.conftest import LONG, live
 
 KEY = {"Authorization": "Bearer admin"}
-LONG = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 ABORTED = {"type": "abort", "message": "the request was aborted"}
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "temperature": 0, "ignore_eos": True}
-Ask = Callable[..., Future[dict[str, Any]]]
-
-
-@pytest.fixture
-def ask(server: Running) -> Iterator[Ask]:
-    """Sends a request from a thread of its own."""
-    with ThreadPoolExecutor(8) as pool, server.client() as client:
-
-        def send(path: str = "/generate", **body: Any) -> Future[dict[str, Any]]:
-            body = {"text": "abc", "sampling_params": LONG, **body} if path == "/generate" else body
-            return pool.submit(lambda: client.post(path, json=body).raise_for_status().json())
-
-        yield send
-
-
-class Gate:
-    """Stops an engine before a step: ``reached`` says that it stands there, ``opened`` lets it go on."""
-
-    def __init__(self) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def wait(self) -> None:
-        assert self.reached.wait(60)
-
-    def open(self) -> None:
-        self.opened.set()
-
-
-@pytest.fixture
-def stop_after(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Gate]:
-    """Makes a gate behind a number of further steps."""
-
-    def stop(steps: int) -> Gate:
-        step, gate, left = server.allm.llm.engine.step, Gate(), iter(range(steps))
-
-        def counted() -> Any:
-            if next(left, None) is None:
-                gate.reached.set()
-                assert gate.opened.wait(60)
-            return step()
-
-        monkeypatch.setattr(server.allm.llm.engine, "step", counted)
-        return gate
-
-    return stop
 
 
 def abort(client, **body: Any) -> None:
     answer = client.post("/abort_request", json=body)
     assert (answer.status_code, answer.json()) == (200, {"success": True})
-
-
-def live(server: Running, count: int) -> None:
-    wait_until(lambda: len(server.allm._submissions._by_prompt) == count)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
