@@ -15,6 +15,8 @@ from serve.routes.page import PATHS as PAGE_PATHS
 # Paths of probes, which send no key.
 OPEN_PATHS = ("/health", "/ping", "/ready")
 METRICS_PATH = "/metrics"
+# Paths without an admin key that change something by GET, for which browsers send no Origin.
+CHANGED_BY_GET = ("/flush_cache",)
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MOST_HEADER_BYTES = 16 * 1024
 
@@ -72,6 +74,8 @@ class Access:
             )
         # The page is where the key is entered.
         open_too = path == METRICS_PATH and self._settings.open_metrics
+        if path in CHANGED_BY_GET and headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+            return ApiError(403, "links and images in pages of other origins may not do this")
         public = reads and (path in PAGE_PATHS or open_too)
         if self._keys and not public and not _knows(headers, self._keys + self._admin):
             return _no_key("a valid API key")

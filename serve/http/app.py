@@ -18,7 +18,18 @@ from serve.base.errors import ApiError, respond
 from serve.base.settings import Settings
 from serve.base.state import Server
 from serve.http.security import AccessControl
-from serve.routes import admin, chat, completions, info, messages, native, openapi, page, responses
+from serve.routes import (
+    admin,
+    chat,
+    completions,
+    engine_info,
+    info,
+    messages,
+    native,
+    openapi,
+    page,
+    responses,
+)
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.metrics import Metrics
 
@@ -32,8 +43,14 @@ _GET: dict[str, _Handler] = {
     "/openapi.json": openapi.openapi,
     "/version": info.version,
     "/metrics": info.metrics,
-    "/server_info": native.server_info,
+    **dict.fromkeys(("/server_info", "/get_server_info"), engine_info.server_info),
+    **dict.fromkeys(("/model_info", "/get_model_info"), engine_info.model_info),
+    "/health_generate": engine_info.health_generate,
     "/get_weight_version": admin.weight_version,
+    # SGLang's trainers send these by either method.
+    "/flush_cache": info.flush_cache,
+    "/release_memory_occupation": admin.release_memory,
+    "/resume_memory_occupation": admin.resume_memory,
     "/v1/models": info.models,
     "/v1/models/{name:path}": info.model,
     **dict.fromkeys(page.PATHS, page.page),

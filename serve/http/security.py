@@ -13,7 +13,7 @@ from serve.routes.page import PATHS as PAGE_PATHS
 from serve.watch.access_log import log_request, record_of
 
 # Paths that monitors request every few seconds, and of which the page loads a dozen at a time.
-_ASKED_OFTEN = (*OPEN_PATHS, METRICS_PATH, *PAGE_PATHS)
+_ASKED_OFTEN = (*OPEN_PATHS, "/health_generate", METRICS_PATH, *PAGE_PATHS)
 _FIRST_ERROR = 400  # status of HTTP
 # Paths that a full queue refuses unread.
 _QUEUED = (

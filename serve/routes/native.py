@@ -1,10 +1,8 @@
-"""/generate and /server_info in the shapes of SGLang, whose benchmark client reads them."""
+"""/generate in the shapes of SGLang."""
 
-import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -120,40 +118,3 @@ def _reason(c: CompletionOutput) -> JsonObject | None:
             return {"type": "abort", "message": "the request's time was over"}
         case _:
             return {"type": "abort", "message": "the request was aborted"}
-
-
-async def server_info(server: Server, request: Request) -> Response:
-    """The route of the engine's sizes, and of speculation's results over all requests."""
-    del request
-    about, s = server.allm.about, server.allm.stats()
-    config, tokenizer = about.engine, about.tokenizer
-    state: JsonObject = {
-        "uptime_seconds": time.time() - server.created,
-        "num_running_reqs": s.running,
-        "num_waiting_reqs": s.waiting,
-        "avg_spec_accept_length": (s.accepted_tokens + s.drafts) / s.drafts if s.drafts else None,
-        "realised_speedup": s.realised_speedup,
-        "cache_pages": {"total": s.pages_total, "used": s.pages_used, "reusable": s.pages_cached},
-    }
-    info = {
-        "model_path": server.settings.model_name,
-        "served_model_name": server.settings.model_name,
-        "max_model_len": config.longest,
-        "max_num_seqs": config.max_num_seqs,
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "adaptive_depth": config.adaptive_depth,
-        "prefix_cache": config.prefix_cache,
-        "dtype": config.dtype,
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "weight_version": server.allm.weight_version,
-        **server.fingerprint,
-        "released_memory": server.allm.released,
-        "paused": server.allm.pause.begun.is_set(),
-        "state": server.allm.warm_up.state,
-        "verifier": config.verifier,
-        "sampling_defaults": about.sampling_defaults,
-        "introduction": about.introduction and about.introduction.as_json(),
-        "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
-        "internal_states": [state],
-    }
-    return Response(to_json(info), media_type="application/json")

@@ -241,9 +241,9 @@ def ask(server: Running) -> Iterator[Callable[..., Future[dict[str, Any]]]]:
     """Sends a request from a thread of its own."""
     with ThreadPoolExecutor(8) as pool, server.client() as client:
 
-        def send(path: str = "/generate", **body: Any) -> Future[dict[str, Any]]:
+        def send(path: str = "/generate", method: str = "POST", **body: Any) -> Future[dict[str, Any]]:
             body = {"text": "abc", "sampling_params": LONG, **body} if path == "/generate" else body
-            return pool.submit(lambda: client.post(path, json=body).raise_for_status().json())
+            return pool.submit(lambda: client.request(method, path, json=body).raise_for_status().json())
 
         yield send
 
