@@ -19,6 +19,9 @@ MAX_LINES = 450
 MAX_LINES_OF_TESTS = 600
 
 
+WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+
+
 @pytest.fixture(scope="module")
 def files() -> list[Path]:
     """Every file that git knows or would add."""
@@ -55,6 +58,13 @@ def test_every_requirement_is_pinned():
     names = {re.split(r"[\[<>=~! ;]", item)[0].replace("_", "-").lower() for item in wanted}
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert names - pinned - {project["name"]} == set()
+
+
+def test_type_checkers_read_the_annotations_of_every_package(files):
+    """PEP 561: a wheel holds all files that git knows of its packages."""
+    assert {"include", "exclude", "only-include"}.isdisjoint(WHEEL)
+    for package in WHEEL["packages"]:
+        assert ROOT / package / "py.typed" in files
 
 
 def test_no_format_that_runs_code_on_load(files):
