@@ -72,7 +72,31 @@ def by_visit(
     """Visit each chosen expert with its own rows only, in tiles of about the mean number of an expert's rows.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 in router order.
+    Derivatives are those of ``dense``, as a loop of so many visits as the rows need has none in reverse.
     """
+
+    @jax.custom_jvp
+    def visited(gate_up: Weight, down: Weight, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return _by_visit(gate_up, down, x, Routing(ids, weights), product, limit)
+
+    @visited.defjvp
+    def _(values: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        def every(gate_up: Weight, down: Weight, x: jax.Array, ids: jax.Array, w: jax.Array) -> jax.Array:
+            return dense(gate_up, down, x, Routing(ids, w), product, limit)
+
+        return visited(*values), jax.jvp(every, values, tangents)[1]
+
+    return visited(gate_up, down, x, r.ids, r.weights)
+
+
+def _by_visit(
+    gate_up: Weight,
+    down: Weight,
+    x: Float[Array, "T D"],
+    r: Routing,
+    product: Product,
+    limit: float | None,
+) -> Float[Array, "T D"]:
     (rows, k), experts = r.ids.shape, down.shape[0]
     pairs, (least, most) = rows * k, _TILES
     tile = min(rows, most, max(least, 1 << (-(-pairs // experts) - 1).bit_length()))

@@ -56,7 +56,7 @@ class Model:
     on: Backend = REFERENCE
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class Traced:
     """A forward pass with the values that tests and training look at.
 
