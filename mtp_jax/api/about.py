@@ -1,6 +1,7 @@
 """Facts of a model and its engine that do not change while they serve."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mtp_jax.api.introduction import Introduction
 from mtp_jax.api.simulated import MARK as SIMULATED
@@ -37,3 +38,15 @@ class About:
         if self.simulated:
             return SIMULATED
         return SYNTHETIC if self.engine.law else None
+
+
+def shown(folder: Path, model: ModelConfig, engine: EngineConfig) -> str:
+    """The facts that tell one engine from another, for a person: folder, dtype, drafter, depth, slots."""
+    layers = model.num_nextn_predict_layers
+    own = model.drafter.name if model.drafter else f"{layers} NextN" if layers else None
+    kinds = [own, "suffix" if engine.suffix_drafts else None] if engine.num_speculative_tokens else []
+    depth = f"{'0 to ' if engine.adaptive_depth else ''}{engine.num_speculative_tokens}"
+    return (
+        f"{str(folder)!r}, dtype={engine.dtype}, drafter={' and '.join(filter(None, kinds)) or None}, "
+        f"depth={depth if engine.num_speculative_tokens else 0}, slots={engine.max_num_seqs}"
+    )

@@ -13,6 +13,7 @@ from typing import Unpack, cast
 import numpy as np
 
 from mtp_jax.api import probe as probing
+from mtp_jax.api.about import shown
 from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate, drafting
 from mtp_jax.api.identity import Identity, NewWeights
@@ -34,7 +35,7 @@ from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, RequestError
-from mtp_jax.hosts.group import Group, lead
+from mtp_jax.hosts.group import lead
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.options import takes
@@ -44,7 +45,11 @@ Conversation = Sequence[JsonMapping]
 
 
 class LLM:
-    """A model ready to generate. Not thread-safe."""
+    """A model ready to generate. Not thread-safe.
+
+    Attributes:
+        group: the processes that run the engine together; None: this one alone.
+    """
 
     @takes(LLMOptions)
     def __init__(self, options: LLMOptions) -> None:
@@ -54,10 +59,10 @@ class LLM:
             ConfigError, CheckpointError: the message names the option or file to change.
         """
         self._report = options.reporter or Silent()
-        self._group, self._mesh = options.group, options.mesh
-        if self._group and not self._group.leads:
+        self.group, self._mesh = options.group, options.mesh
+        if self.group and not self.group.leads:
             raise ConfigError(
-                f"rank {self._group.hosts.rank} follows: call follow() with the same options; rank 0 makes "
+                f"rank {self.group.hosts.rank} follows: call follow() with the same options; rank 0 makes "
                 "the LLM"
             )
         self._rates, self._seconds = options.simulate, options.simulated_step
@@ -76,6 +81,9 @@ class LLM:
         self._session = Session(self.engine)
         self._scorer = on and Scorer(self.config, on)
 
+    def __repr__(self) -> str:
+        return f"LLM({shown(self.folders[0], self.config, self.engine.config)})"
+
     def _make_engine(self, config: EngineConfig) -> Engine:
         if self._rates is not None:
             language = simulated_language(self.config, self._rates, self.tokenizer)
@@ -84,12 +92,7 @@ class LLM:
         cfg = self.config if params.can_draft else self.config.without_drafts()
         with self._report.phase("allocate cache"):
             runner = make_runner(cfg, params, config, self._mesh)
-            return Engine(cfg, config, lead(runner, self._group), self._grammars)
-
-    @property
-    def group(self) -> Group | None:
-        """The processes that run the engine together; None: this one alone."""
-        return self._group
+            return Engine(cfg, config, lead(runner, self.group), self._grammars)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -117,9 +120,9 @@ class LLM:
                 f"{what} needs the weights as they were loaded, but redundant_experts = "
                 f"{self.engine.config.redundant_experts} moves experts; set it to 0"
             )
-        if self._group:
+        if self.group:
             raise ConfigError(
-                f"{what} is not done over several hosts (hosts = {self._group.hosts.hosts}); use one process "
+                f"{what} is not done over several hosts (hosts = {self.group.hosts.hosts}); use one process "
                 "for it, or start the hosts anew with other weights"
             )
 
@@ -178,12 +181,9 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use generate with token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = []
-        for conversation in conversations:
-            text = self.tokenizer.apply_chat_template(
-                cast(Conversation, conversation), tools, **(chat_template_kwargs or {})
-            )
-            prompts.append(self.tokenizer.encode(text, add_special_tokens=False))
+        render, more = self.tokenizer.apply_chat_template, chat_template_kwargs or {}
+        texts = (render(cast(Conversation, c), tools, **more) for c in conversations)
+        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params)
 
     def warm_up(

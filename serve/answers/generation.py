@@ -121,7 +121,7 @@ async def outputs(
 
 
 def check(outputs: Collection[RequestOutput], prompts: int, ending: bool) -> None:
-    """Raises ApiError for a completion that failed, or if all have ended before their first token: by their
+    """Raises ApiError for a completion that failed, or if all have ended before their first token, by their
     deadline, or because the server shuts down. An abort by a client is an answer without tokens.
 
     outputs: the newest output of every prompt that has any. prompts: number of prompts. ending: whether the

@@ -43,6 +43,13 @@ def nothing_is_left_behind(request):
         assert engine.stats().pages_used == 0
 
 
+def test_a_notebook_shows_which_engine_it_is(llm, directory):
+    facts = "dtype=float32, drafter=1 NextN, depth=3, slots=2"
+    assert repr(llm) == f"LLM({str(directory)!r}, {facts})"
+    plain = LLM(directory, **{**SIZES, "num_speculative_tokens": 0}, simulate=RATES)
+    assert "drafter=None, depth=0, slots=2" in repr(plain)
+
+
 def test_chat_renders_the_template_and_generates(llm, monkeypatch):
     template = (
         "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ messages[-1].content }}{{ mood }}"
