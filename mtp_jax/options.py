@@ -5,15 +5,18 @@ options, the bounds of HTTP fields, and the tables of docs/options.md derive fro
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache, wraps
 from textwrap import wrap
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from mtp_jax.foreign import python_advice
 
 _P = ParamSpec("_P")
 _S = TypeVar("_S")
+_T = TypeVar("_T")
 _O = TypeVar("_O")
 _C = TypeVar("_C", bound=type)
 
@@ -131,14 +134,50 @@ def documented(cls: _C) -> _C:
     return cls
 
 
+def refuse_unknown(cls: type, given: Iterable[str], error: type[Exception], name: str) -> None:
+    """Raise ``error`` for the first argument that no field of a dataclass has; ``name``: for the message."""
+    known = _arguments(cls)
+    for unknown in given:
+        if unknown not in known:
+            instead = python_advice(unknown, known) or f"help({name}) has all arguments"
+            raise error(f"{name} has no argument {unknown}; {instead}")
+
+
+@lru_cache
+def _arguments(cls: type) -> frozenset[str]:
+    return frozenset(f.name for f in fields(cls) if f.init)
+
+
+def named(error: type[Exception]) -> Callable[[type[_T]], type[_T]]:
+    """Class decorator of a dataclass: an argument that it does not have is ``error``, with a hint."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        init = cls.__init__
+
+        @wraps(init)
+        def checked(self: _T, *args: Any, **kwargs: Any) -> None:
+            refuse_unknown(cls, kwargs, error, cls.__name__)
+            init(self, *args, **kwargs)
+
+        cls.__init__ = checked  # type: ignore[method-assign]
+        return cls
+
+    return decorate
+
+
 def takes(
     cls: Callable[_P, _O],
+    error: type[Exception],
 ) -> Callable[[Callable[[_S, _O], None]], Callable[Concatenate[_S, _P], None]]:
-    """Decorator of an ``__init__`` that takes one ``cls``: its callers give the fields of ``cls`` instead."""
+    """Decorator of an ``__init__`` that takes one ``cls``: its callers give the fields of ``cls`` instead.
+
+    error: raised for another argument, with a hint.
+    """
 
     def decorate(init: Callable[[_S, _O], None]) -> Callable[Concatenate[_S, _P], None]:
         @wraps(init)
         def taking(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            refuse_unknown(cast(type, cls), kwargs, error, type(self).__name__)
             init(self, cls(*args, **kwargs))
 
         own, *_ = inspect.signature(init).parameters.values()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
+    ("foreign",),
     ("errors", "json_object", "machine", "options"),
     ("wire",),
     ("model", "text"),

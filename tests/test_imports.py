@@ -42,6 +42,7 @@ WITHOUT_JAX = (
     "engine.timings",
     "engine.validate",
     "errors",
+    "foreign",
     "forecast.load",
     "forecast.plot",
     "forecast.replay",

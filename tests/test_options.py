@@ -1,12 +1,14 @@
 """An option is declared once: its check, signature, help and row in docs/options.md derive from that."""
 
+import copy
 import inspect
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mtp_jax import LLM, SamplingParams
+from mtp_jax import LLM, ConfigError, RequestError, SamplingParams
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands.options import flag_of
@@ -36,7 +38,7 @@ class Sizes:
 
 
 class Thing:
-    @takes(Sizes)
+    @takes(Sizes, TypeError)
     def __init__(self, sizes: Sizes) -> None:
         """Make it."""
         check(sizes, KeyError)
@@ -68,7 +70,7 @@ def test_what_takes_options_has_their_signature_and_help():
     )
     assert "rows: how many. An integer from 1 to 9." in (Thing.__init__.__doc__ or "")
     assert "most: at most. None: no bound." in (Sizes.__doc__ or "")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+    with pytest.raises(TypeError, match="Thing has no argument colour"):
         Thing("x", colour=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'name'"):
         Thing()  # type: ignore[call-arg]
@@ -114,3 +116,56 @@ def table(cls: type) -> str:
 @pytest.mark.parametrize("cls", ALL)
 def test_the_documentation_has_every_option(cls):
     assert table(cls) in DOCS.read_text(encoding="utf-8"), table(cls)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("tensor_parallel_size", "use mesh=make_mesh(1, N), which divides heads and experts over N devices"),
+        ("speculative_draft_model_path", "use draft_model=DIR"),
+        ("gpu_memory_utilization", "use memory_fraction"),
+        ("mem_fraction_static", "use memory_fraction"),
+        ("disable_radix_cache", "use prefix_cache=False"),
+        ("enable_prefix_caching", "leave it out: prefixes are kept unless prefix_cache=False"),
+        ("max_running_requests", "use max_num_seqs"),
+        ("model_path", "name the model's folder: MODEL, or model=DIR"),
+        ("trust_remote_code", "leave it out: no code of a checkpoint is ever run"),
+        ("temperature", "requests say it"),
+        ("max_model_length", "do you mean --max-model-len?"),
+        ("nonsense", "help(LLM) has all arguments"),
+    ],
+)
+def test_names_of_other_engines_have_a_hint(name, hint):
+    unknown: dict[str, Any] = {name: 2}
+    with pytest.raises(ConfigError) as refused:
+        LLM(**unknown)
+    message = str(refused.value)
+    assert message.startswith(f"LLM has no argument {name}; ")
+    assert hint.replace("--max-model-len", "max_model_len") in message
+    assert "--" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_new_tokens", "use max_tokens"),
+        ("repeat_penalty", "use repetition_penalty"),
+        ("guided_json", "use structured=StructuredOutput(json_schema=...)"),
+        ("guided_decoding", "use structured=StructuredOutput(...)"),
+        ("regex", "use structured=StructuredOutput(regex=...)"),
+        ("sampling_seed", "use seed"),
+        ("temprature", "do you mean temperature?"),
+        ("use_beam_search", "help(SamplingParams) has all arguments"),
+    ],
+)
+def test_sampling_parameters_have_one_too(name, hint):
+    unknown: dict[str, Any] = {name: 2}
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**unknown)
+    assert str(refused.value) == f"SamplingParams has no argument {name}; {hint}"
+
+
+def test_the_hints_hide_no_signature():
+    assert "max_tokens" in inspect.signature(SamplingParams).parameters
+    assert replace(SamplingParams(), max_tokens=3).max_tokens == 3
+    assert copy.copy(SamplingParams(n=2)).n == 2

@@ -51,7 +51,7 @@ class LLM:
         group: the processes that run the engine together; None: this one alone.
     """
 
-    @takes(LLMOptions)
+    @takes(LLMOptions, ConfigError)
     def __init__(self, options: LLMOptions) -> None:
         """Load a model; executables are compiled when first needed, before any token is generated.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtp_jax.commands.foreign import advice, nearest
+from mtp_jax.foreign import advice, nearest
 from mtp_jax.json_object import JsonObject
 
 FLAG = "--config"

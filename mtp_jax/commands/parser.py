@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.commands.configured import FLAG, configure, on_one_line
-from mtp_jax.commands.foreign import advice, nearest
+from mtp_jax.foreign import advice, nearest
 from mtp_jax.json_object import JsonObject
 
 DEMO = "demo"

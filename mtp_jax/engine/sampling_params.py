@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.options import check, documented, option
+from mtp_jax.options import check, documented, named, option
 from mtp_jax.text.grammar import StructuredOutput
 
 MAX_LOGPROBS = 20
@@ -17,6 +17,7 @@ OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
 @documented
+@named(RequestError)
 @dataclass(frozen=True)
 class SamplingParams:
     """Options for the choice of tokens. Names and defaults follow vLLM's. Raises RequestError."""

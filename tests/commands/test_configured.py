@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mtp_jax import foreign
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
-from mtp_jax.commands import cli, foreign
+from mtp_jax.commands import cli
 from mtp_jax.commands.configured import variable
 from mtp_jax.commands.options import flag_of, given
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -78,10 +79,11 @@ def test_a_misspelt_command_names_the_nearest(capsys):
 
 
 def test_what_other_engines_say_leads_to_flags_that_there_are():
-    """Each entry names a flag of some command, and none of them is a flag itself there."""
+    """Each entry names a flag of some command, or an argument in Python, and is no flag itself there."""
     flags = {name: set(parser._option_string_actions) for name, parser in PARSERS.items()}
     sweep = PARSERS["bench"]._subparsers._group_actions[0].choices["sweep"]
     known = set().union(*flags.values(), sweep._option_string_actions)
+    known |= {f"--{name}" for name in declared(SamplingParams)}
     for names, meant in foreign._OPTIONS.items():
         assert {flag.partition(" ")[0] for flag in meant} <= known, names
         for name in names:

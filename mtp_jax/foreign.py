@@ -1,5 +1,6 @@
 """The probable meaning of an unknown option: a similar option of ours, or an option of another engine."""
 
+import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
@@ -67,8 +68,16 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("temp",): ("--temperature",),
     ("n-predict", "predict", "max-new-tokens", "max-output-tokens", "num-predict"): ("--max-tokens",),
     ("repeat-penalty",): ("--repetition-penalty",),
-    ("grammar", "grammar-file", "guided-regex", "guided-decoding-regex"): ("--regex", "--json-schema"),
-    ("guided-json", "json"): ("--json-schema",),
+    ("grammar", "grammar-file", "regex", "guided-regex", "guided-decoding-regex"): (
+        "--regex",
+        "--json-schema",
+        "--structured StructuredOutput(regex=...)",
+    ),
+    ("guided-json", "json"): ("--json-schema", "--structured StructuredOutput(json_schema=...)"),
+    ("guided-decoding", "structured-outputs", "guided-choice", "response-format"): (
+        "--structured StructuredOutput(...)",
+    ),
+    ("sampling-seed",): ("--seed",),
     ("system-prompt", "sys"): ("--system",),
     ("input", "prompt-file", "input-file"): ("--file",),
     ("disaggregation-mode", "kv-transfer-config"): ("--role",),
@@ -110,6 +119,15 @@ _INSTEAD: dict[tuple[str, ...], str] = {
 }
 
 
+# Flags of the command line as arguments in Python.
+_ARGUMENTS = (
+    (r"--mesh 1xN", "mesh=make_mesh(1, N)"),
+    (r"--mesh Nx1", "mesh=make_mesh(N, 1)"),
+    (r"--no-prefix-cache", "prefix_cache=False"),
+    (r"(--[a-z-]+) (?=[A-Z])", r"\1="),
+)
+
+
 def advice(unknown: str, flags: Collection[str], elsewhere: Sequence[str] = ()) -> str:
     """A phrase with the option to write instead, among the flags of a command; "" if there is none.
 
@@ -131,6 +149,15 @@ def advice(unknown: str, flags: Collection[str], elsewhere: Sequence[str] = ()) 
         return f"`{'`, `'.join(elsewhere)}` {'have' if elsewhere[1:] else 'has'} it, not this command"
     close = nearest(f"--{name}", flags)
     return f"do you mean {close}?" if close else ""
+
+
+def python_advice(unknown: str, names: Collection[str]) -> str:
+    """The same phrase for an unknown argument in Python; ``names``: the arguments that there are."""
+    flags = {f"--{name}".replace("_", "-") for name in names} | {"--no-prefix-cache"}
+    text = advice(unknown, flags)
+    for pattern, argument in _ARGUMENTS:
+        text = re.sub(pattern, argument, text)
+    return re.sub(r"--([a-z-]+)", lambda found: found[1].replace("-", "_"), text)
 
 
 def nearest(word: str, words: Collection[str], least: float = _CLOSE) -> str | None:
