@@ -27,7 +27,7 @@ DSML = "\uff5cDSML\uff5c"
 
 
 def slips(text: str) -> tuple[str, ...]:
-    """The ways in which models write a closing tag: as it is, and without the mark, which they may forget."""
+    """Both ways in which models write a closing tag, with the mark and without it, as they may forget it."""
     return (text, text.replace(DSML, "")) if DSML in text else (text,)
 
 
