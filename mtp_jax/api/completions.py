@@ -12,7 +12,6 @@ from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.text.stop_strings import StopStrings
-from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -56,7 +55,7 @@ class CompletionState:
         self._stops = StopStrings(p.stop_strings, p.include_stop_str_in_output)
         self._border = None
         if tokenizer and p.stop_strings and not p.stop_in_thoughts:
-            inside = Thoughts.opened_by_ids(request.prompt, tokenizer.decode_all)
+            inside = tokenizer.thoughts.open_after(request.prompt, tokenizer.decode_all)
             self._border = tokenizer.thoughts.border(inside)
 
     def advance(self, engine: Engine) -> None:

@@ -268,7 +268,7 @@ class Grammars:
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thought, which the output begins with."""
-        return Thoughts.opened_by_ids(prompt, self._decode)
+        return self.thoughts.open_after(prompt, self._decode)
 
     def text(self, token: int) -> str:
         """Text of a token, also of a special token."""

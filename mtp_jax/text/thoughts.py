@@ -6,8 +6,9 @@ token opens no thought by itself: there the tag is text like any other.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import tokenizers
@@ -46,24 +47,43 @@ class Thoughts:
     OPEN: ClassVar = "<think>"
     CLOSE: ClassVar = "</think>"
 
-    def __init__(self, may_open: bool, ends: Sequence[str] = ()) -> None:
-        """ends: tags that end a thought, too, as tags of calls do."""
-        self.may_open, self._ends = may_open, (self.CLOSE, *ends)
+    def __init__(
+        self, may_open: bool, ends: Sequence[str] = (), added: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
+        """ends: tags that end a thought, too, as tags of calls do. added: the model's added tokens by id."""
+        self.may_open, self._ends, self._added = may_open, (self.CLOSE, *ends), added
 
     @classmethod
-    def of(cls, backend: tokenizers.Tokenizer, ends: Sequence[str] = ()) -> "Thoughts":
+    def of(cls, backend: tokenizers.Tokenizer) -> "Thoughts":
         """The borders for the model of a tokenizer."""
-        return cls(backend.token_to_id(cls.CLOSE) is not None, ends)
+        added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        return cls(backend.token_to_id(cls.CLOSE) is not None, (), added)
+
+    def ending_at(self, ends: Sequence[str]) -> "Thoughts":
+        """The same borders, where these tags end a thought, too."""
+        return Thoughts(self.may_open, ends, self._added)
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool:
         """Whether a prompt ends with the opening tag, so that the output begins inside a thought."""
         return prompt.rstrip().endswith(cls.OPEN)
 
-    @classmethod
-    def opened_by_ids(cls, prompt: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
-        """Whether a prompt of token ids ends with the opening tag. decode: shows special tokens, too."""
-        return cls.opened_by(decode(list(prompt[-_TAIL:])))
+    def open_after(self, prompt: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
+        """Whether an output that follows a prompt begins inside a thought. decode: shows special tokens, too.
+
+        The prompt ends with the opening tag, or with a turn that the tag begins and text goes on with: no
+        added token follows it, and white space alone is between it and the token that begins the turn.
+        """
+        if self.opened_by(decode(list(prompt[-_TAIL:]))):
+            return True
+        at = next((i for i in reversed(range(len(prompt))) if prompt[i] in self._added), None)
+        if at is None or self._added[prompt[at]] != self.OPEN:
+            return False
+        start = at
+        while start and at - start < _TAIL and prompt[start - 1] not in self._added:
+            start -= 1
+        begun = start == 0 or self._added.get(prompt[start - 1], "") not in ("", self.OPEN, self.CLOSE)
+        return begun and not decode(list(prompt[start:at])).strip()
 
     @classmethod
     def terminal(cls) -> str:

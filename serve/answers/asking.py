@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 
-from mtp_jax import LazyPrompt, RequestError, SamplingParams, Stream, Thoughts, ToolUse
+from mtp_jax import LazyPrompt, RequestError, SamplingParams, Stream, ToolUse
 from serve.answers.generation import submit
 from serve.base.state import Server
 from serve.bodies.reading import MOST_NAMED, ignore, printable, tell
@@ -51,9 +51,10 @@ class ChatPrompt:
             **{**self._settings.chat_template_kwargs, **told.template_options()},
         )
         self._compare(self._tokenizer.template_variables(with_tools=bool(tools)))
-        self.thinking = Thoughts.opened_by(prompt)
         ids = self._tokenizer.encode(prompt, add_special_tokens=False, most=self._most)
-        return told.cut(ids) if isinstance(told, ChatBody) else ids
+        ids = told.cut(ids) if isinstance(told, ChatBody) else ids
+        self.thinking = self._tokenizer.thoughts.open_after(ids, self._tokenizer.decode_all)
+        return ids
 
     def _compare(self, reads: frozenset[str]) -> None:
         """Find the fields without effect on a template that reads these variables. Raises RequestError."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mtp_jax import Thoughts, Tokenizer, ToolUse
+from mtp_jax import Tokenizer, ToolUse
 
 
 def may_think(tokenizer: Tokenizer) -> bool:
@@ -16,7 +16,7 @@ class ThoughtTokens:
     def __init__(self, tokenizer: Tokenizer, use: ToolUse | None, thinking: bool) -> None:
         """use: the use of tools, whose calls end a thought, too. thinking: whether the prompt opened it."""
         calls = use.form.opens if use else ()
-        self._tokenizer, self._border = tokenizer, Thoughts.of(tokenizer.backend, calls).border(thinking)
+        self._tokenizer, self._border = tokenizer, tokenizer.thoughts.ending_at(calls).border(thinking)
 
     @property
     def count(self) -> int:

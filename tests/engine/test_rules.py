@@ -167,6 +167,17 @@ def test_what_means_nothing_is_refused(options, message):
         SamplingParams(**options)
 
 
+def test_a_dead_end_is_no_error_of_the_model(grammars):
+    """The choice has tokens that are left out; one that is complete ends, though its end is left out."""
+    ids = grammars.encode("ab")
+    for choice, reason in (("abcd", "no_token"), ("ab", "stop")):
+        form = StructuredOutput(choice=[choice])
+        options = replace(GREEDY, ignore_eos=False, structured=form, allowed_token_ids=ids)
+        for depth in (0, 3):
+            (r, *_) = run(grammars, replace(options, num_speculative_tokens=depth))
+            assert (r.progress.output, r.progress.finish_reason) == (ids, reason)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(
     ("options", "says"),

@@ -132,6 +132,38 @@ def test_a_grammar_begins_where_readers_see_the_end_of_a_thought(grammars: Gramm
     assert mask[close // 32] >> (close % 32) & 1
 
 
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ("<user>q<assistant><think>", True),
+        ("<user>q<assistant>\n<think>\n\n", True),
+        ("q<think>\n", True),
+        ("<user>q<assistant><think>so far I", True),  # an answer that is gone on with
+        ("<user>q<assistant>\n<think>\nso far\n", True),
+        ("<think>so far", True),
+        ("<user>q<assistant><think>so far</think>", False),
+        ("<user>q<assistant><think></think>the tag <think> is", False),
+        ("<user>q<assistant>the tag <think> is", False),
+        ("<user>the tag <think> is<assistant>", False),
+        ("<user><think> is a tag<assistant>", False),
+        ("<user>q<assistant></think> <think> is", False),
+        ("<user>q<assistant>" + " " * 40 + "<think>x", False),  # no template writes so many
+        ("", False),
+        ("q", False),
+    ],
+)
+def test_a_prompt_is_inside_a_thought_that_its_last_turn_has_opened(tmp_path, prompt, inside) -> None:
+    folder = tiny_tokenizer.write(tmp_path, 150)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([AddedToken(tag, special=False) for tag in ("<think>", "</think>")])
+    backend.add_special_tokens(["<user>", "<assistant>"])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_dir(folder)
+    assert tokenizer is not None
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert tokenizer.thoughts.open_after(ids, tokenizer.decode_all) == inside
+
+
 def test_tags_are_seen_though_they_are_special(tmp_path) -> None:
     folder = tiny_tokenizer.write(tmp_path, 150)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -27,7 +27,7 @@ DSML = "\uff5cDSML\uff5c"
 
 
 def slips(text: str) -> tuple[str, ...]:
-    """The ways in which models write a closing tag: as it is, and without the mark, which they may forget."""
+    """Both ways in which models write a closing tag, with the mark and without it, as they may forget it."""
     return (text, text.replace(DSML, "")) if DSML in text else (text,)
 
 
@@ -62,6 +62,7 @@ class Format:
         after_block: text between the tag that opens the block and the first call.
         before_block_end: text between the last call and the tag that ends the block.
         block_ends: tags that end a block of calls; the renderer writes the first.
+        slipped_blocks, slipped_block_ends: tags of a sister format, which models may write instead.
         parameter: syntax of one argument; None: the arguments of a call are one JSON object.
     """
 
@@ -74,6 +75,8 @@ class Format:
     after_block: str = GAP
     before_block_end: str = GAP
     block_ends: tuple[str, ...] = ()
+    slipped_blocks: tuple[str, ...] = ()
+    slipped_block_ends: tuple[str, ...] = ()
     parameter: Parameter | None = None
 
     @property
@@ -97,7 +100,13 @@ class Format:
     @property
     def all_block_ends(self) -> tuple[str, ...]:
         """Tags that end a block of calls, also as models slip."""
-        return tuple(tag for end in self.block_ends for tag in slips(end))
+        ends = (*self.block_ends, *self.slipped_block_ends)
+        return tuple(tag for end in ends for tag in slips(end))
+
+    @property
+    def all_opens(self) -> tuple[str, ...]:
+        """Tags at which calls begin, also as models slip."""
+        return (*self.slipped_blocks, *self.opens)
 
 
 @cache
@@ -128,8 +137,8 @@ _DS_BLOCK = ("<\uff5ctool▁calls▁begin\uff5c>",)
 _DS_BLOCK_END = ("<\uff5ctool▁calls▁end\uff5c>",)
 
 
-def _dsml(block: str) -> Format:
-    """The format with the tags of DeepSeek's markup language. block: the tag around the calls."""
+def _dsml(block: str, sister: str) -> Format:
+    """The format with the tags of DeepSeek's markup language. block, sister: tags around calls."""
     return Format(
         f"<{DSML}invoke",
         f' name="{NAME}">\n',
@@ -139,6 +148,8 @@ def _dsml(block: str) -> Format:
         after_block="\n",
         before_block_end="\n",
         block_ends=(f"</{DSML}{block}>",),
+        slipped_blocks=(f"<{DSML}{sister}>",),
+        slipped_block_ends=(f"</{DSML}{sister}>",),
         parameter=Parameter(
             f'<{DSML}parameter name="', f'" string="{STRING}">', f"</{DSML}parameter>", between="\n"
         ),
@@ -162,8 +173,8 @@ FORMATS = {
         blocks=_DS_BLOCK,
         block_ends=_DS_BLOCK_END,
     ),
-    "deepseek_v32": _dsml("function_calls"),
-    "deepseek_v4": _dsml("tool_calls"),
+    "deepseek_v32": _dsml("function_calls", "tool_calls"),
+    "deepseek_v4": _dsml("tool_calls", "function_calls"),
     "glm45": Format(
         "<tool_call>",
         f"{GAP}{NAME}\n",

@@ -78,7 +78,7 @@ class ToolParser:
     def _outside(self, final: bool) -> bool:
         form = self._form
         closes = form.closes if self._index >= 0 else ()  # ends of a call that left its format
-        at, tag = first((*form.opens, *closes), self._held)
+        at, tag = first((*form.all_opens, *closes), self._held)
         self._text(len(self._held) if final and not tag and not is_markup(self._held[at:]) else at)
         if tag in closes:
             self._take(len(tag))
@@ -89,7 +89,7 @@ class ToolParser:
     def _head(self, final: bool) -> bool:
         """Read the beginning of a block or a call."""
         form, start = self._form, 0
-        for block in form.blocks:
+        for block in (*form.blocks, *form.slipped_blocks):
             if self._held.startswith(block):
                 start = len(block) + match(GAP, self._held, len(block)).length
         found = match(form.call + form.head, self._held, start)
@@ -205,7 +205,7 @@ class ToolParser:
     def _after(self, final: bool) -> bool:
         """Read the tag of a further call, or of the end of the block."""
         form, text = self._form, self._held.lstrip()
-        tags = (*form.all_block_ends, *form.opens)
+        tags = (*form.all_block_ends, *form.all_opens)
         tag = next((tag for tag in tags if text.startswith(tag)), None)
         if tag is None:
             if any(t.startswith(text) for t in tags) and (not final or self._in_block or is_markup(text)):

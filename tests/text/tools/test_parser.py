@@ -202,3 +202,13 @@ def test_a_value_may_hold_a_closing_tag_without_the_mark(name):
         _, arguments, _ = parse(name, [call[i : i + size] for i in range(0, len(call), size)])
         assert isinstance(arguments, CallArguments)
         assert json.loads(arguments.text) == {"a": text, "n": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("deepseek_v32", "deepseek_v4"), ("deepseek_v4", "deepseek_v32")]
+)
+def test_the_block_of_the_sister_format_is_taken(name, other):
+    for size in (1, 4, 1000):
+        text = "I look." + ONE[other] + "Done"
+        found = parse(name, [text[i : i + size] for i in range(0, len(text), size)])
+        assert found == parse(name, ["I look." + ONE[name] + "Done"])
