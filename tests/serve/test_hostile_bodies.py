@@ -140,6 +140,16 @@ def assistants(n: int, **item: Any) -> list[dict[str, Any]]:
     return [{"type": "message", "role": "assistant", "content": "\U0001f600", **item}] * n + message("q")
 
 
+def functions_of_items(n: int) -> list[dict[str, Any]]:
+    return [{"type": "function", "name": f"f{i}"} for i in range(n)]
+
+
+def odd(i: int) -> str:
+    """Text that differs for each number, and that no name may have."""
+    return "".join("!?~|"[i >> shift & 3] for shift in range(0, 12, 2))
+
+
+SAME = functions_of_items(4)
 TEXT = {"type": "text", "text": "a"}
 PROPERTIES: Make = lambda n: {f"p{i}": {"type": "string"} for i in range(n)}  # noqa: E731
 CONVERSATIONS: dict[str, tuple[str, Make]] = {
@@ -197,6 +207,41 @@ CONVERSATIONS: dict[str, tuple[str, Make]] = {
     "included": (RESPONSES, lambda n: {"input": "q", "include": ["x.logprobs"] * n}),
     "wrongly included": (RESPONSES, lambda n: {"input": "q", "include": ["x"] * n + [1]}),
     "tools of items": (RESPONSES, lambda n: {"input": "q", "tools": [{"type": "web_search"}] * n}),
+    "tools of one name": (
+        RESPONSES,
+        lambda n: {
+            "input": "q",
+            "tools": [
+                {"type": "namespace", "name": "a" + odd(i), "tools": [{"type": "function", "name": "f"}]}
+                for i in range(n + 300)
+            ],
+        },
+    ),
+    "added tools": (
+        RESPONSES,
+        lambda n: {
+            "input": [
+                *message("q"),
+                *({"type": "additional_tools", "role": "developer", "tools": SAME} for _ in range(n // 4)),
+            ]
+        },
+    ),
+    "one namespace chosen often": (
+        RESPONSES,
+        lambda n: {
+            "input": "q",
+            "tools": [{"type": "namespace", "name": "a", "tools": functions_of_items(n + 300)}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "namespace", "name": "a"}] * (n // 4),
+            },
+        },
+    ),
+    "pictures": (
+        RESPONSES,
+        lambda n: {"input": [*message([{"type": "input_image", "image_url": "a"}] * n), *said(1), *said(1)]},
+    ),
     "metadata": (RESPONSES, lambda n: {"input": "q", "metadata": PROPERTIES(n)}),
     "turns": (MESSAGES, lambda n: {"messages": said(n), "max_tokens": 1}),
     "blocks": (MESSAGES, lambda n: {"messages": message([TEXT] * n), "max_tokens": 1}),
