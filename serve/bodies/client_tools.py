@@ -42,12 +42,15 @@ class ClientTools:
         """tools: each with its fields on the chat route, without its name; the same tool may come again."""
         self._names: dict[Identity, str] = {}
         self._identities: dict[str, Identity] = {}
+        self._within: dict[str, list[str]] = defaultdict(list)
         forms: dict[str, JsonObject] = {}
+        numbers: dict[str, int] = {}
         for identity, form in tools:
             name = self._names.get(identity)
             if name is None:
-                name = next(n for n in _candidates(identity) if n not in self._identities)
+                name = next(n for n in _candidates(identity, numbers) if n not in self._identities)
                 self._names[identity], self._identities[name] = name, identity
+                self._within[identity.namespace].append(name)
             forms[name] = form
         self.tools = [_named(self._identities[name], name, form) for name, form in forms.items()]
         self.also = self._further()
@@ -60,12 +63,12 @@ class ClientTools:
         """The name in the prompt, also of a tool that the request does not have, as a history's may be."""
         if (known := self._names.get(identity)) is not None:
             return known
-        name = next(_candidates(identity))
+        name = next(_candidates(identity, {}))
         return name if name in self._identities else self.also.get(name, name)
 
     def within(self, namespace: str) -> list[str]:
         """Names in the prompt of the tools of a namespace."""
-        return [name for name, one in self._identities.items() if one.namespace == namespace]
+        return self._within.get(namespace, [])
 
     def _further(self) -> Mapping[str, str]:
         spelt: dict[str, set[str]] = defaultdict(set)
@@ -92,15 +95,18 @@ def _qualified(identity: Identity) -> str:
     return f"{space.rstrip('_')}__{name}"
 
 
-def _candidates(identity: Identity) -> Iterator[str]:
-    """Names for a tool in the prompt, the best first, without an end."""
+def _candidates(identity: Identity, numbers: dict[str, int]) -> Iterator[str]:
+    """Names for a tool in the prompt, the best first, without an end.
+
+    numbers: the last number that a tool of each name has tried; all before it are taken.
+    """
     if identity.namespace in _PLAIN:
         yield identity.name
-    name, number = _qualified(identity), 1
+    name = _qualified(identity)
     yield name[-LONGEST_NAME:]
     while True:
-        number += 1
-        end = f"_{number}"
+        numbers[name] = numbers.get(name, 1) + 1
+        end = f"_{numbers[name]}"
         yield name[len(end) - LONGEST_NAME :] + end
 
 

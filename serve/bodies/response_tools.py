@@ -218,7 +218,8 @@ def picked(choice: str | _Pick | _Allowed, known: ClientTools) -> object:
     mode = choice.mode if isinstance(choice, _Allowed) else "required"
     picks = choice.tools if isinstance(choice, _Allowed) else [choice]
     # A tool that a server would have to run cannot be called here.
-    names = [name for pick in picks if pick.type in _PICKS for name in pick.names(known)]
+    once = {(pick.type, pick.name, pick.namespace): pick for pick in picks if pick.type in _PICKS}
+    names = dict.fromkeys(name for pick in once.values() for name in pick.names(known))
     return {
         "type": "allowed_tools",
         "allowed_tools": {"mode": mode, "tools": [_function(name) for name in names]},

@@ -1,6 +1,7 @@
 """Texts that grow by pieces are joined once: no piece is added to all the text before it."""
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from mtp_jax.api.completions import CompletionState
 from mtp_jax.api.outputs import Timing
 from mtp_jax.api.stream import Stream
 from mtp_jax.engine.request import Request
+from mtp_jax.text.tools import values
+from mtp_jax.text.tools.values import Value
 from serve.answers.blocks import Blocks
 from serve.answers.turn import Thought, called
 from serve.bodies import responses
@@ -60,6 +63,26 @@ def test_pieces_of_a_block_are_joined():
     blocks.push([CallBegin(0, "f", "x"), *arguments, CallEnd(0), CallBegin(1, "custom", "y"), *arguments])
     assert [block.text for block in blocks.all] == ["t" * 10, "a" * 10, "1" * 9, "1" * 9]
     assert called([CallBegin(0, "f", "x"), *arguments])[0].arguments == "1" * 9
+
+
+@pytest.mark.parametrize(
+    ("schema", "says", "first"),
+    [
+        ({"type": "array"}, None, "["),
+        ({"type": ["array", "string"]}, None, " ["),
+        ({"type": "object"}, "false", '{"a":'),
+        ({}, "false", '"'),
+        ({"type": "number"}, None, "1"),
+    ],
+)
+def test_a_value_that_is_no_text_is_joined_at_its_end(monkeypatch, schema, says, first):
+    value = Value(schema, {}, says)
+    assert value.grow(first) == ""
+    monkeypatch.setattr(values, "_is_text", lambda *args: pytest.fail("was looked through again"))
+    assert [value.grow(Piece("1")) for _ in range(9)] == [""] * 9
+    monkeypatch.undo()
+    end = {"[": "]", "{": "}", '"': '"'}.get(first.strip()[:1], "")
+    assert json.loads(value.end(end)) == json.loads(first + "1" * 9 + end)
 
 
 def test_a_delta_of_a_block_does_not_take_the_text_so_far(monkeypatch):

@@ -126,28 +126,35 @@ class Value:
         """says: the mark in the model's tag: "true" for text, "false" for JSON; None: there is no mark."""
         self._schema, self._whole, self._says = schema, whole, says
         self._kinds = frozenset({"string"}) if says == "true" else kinds(schema, whole)
-        self._held, self._is_text = "", False
+        self._held: list[str] = []
+        self._is_text = False
+        self._is_json = "string" not in self._kinds  # whatever follows
 
     def grow(self, text: str) -> str:
         """Take text; return the text that may be sent."""
         if self._is_text:
             return as_string(text)[1:-1]
-        self._held += text
-        quoted = self._says == "false" and self._held.lstrip()[:1] in ('"', "")  # perhaps a string of JSON
-        if quoted or not _is_text(self._held, self._kinds):
+        self._held.append(text)
+        if self._is_json:
+            return ""
+        begun = "".join(self._held)
+        sign = begun.lstrip()[:1]
+        quoted = self._says == "false" and sign in ('"', "")  # perhaps a string of JSON
+        if quoted or not _is_text(begun, self._kinds):
+            self._is_json = sign != "" and sign in '[{"'
             return ""
         self._is_text = True
-        return as_string(self._held)[:-1]
+        return as_string(begun)[:-1]
 
     def end(self, text: str) -> str:
         """Take the rest of the value; return the text that may be sent."""
         if self._is_text:
             return as_string(text)[1:]
-        return self._read(self._held + text)
+        return self._read("".join([*self._held, text]))
 
     def cut(self) -> str:
         """The text to be sent where the output ends within the value; "" if that may be text or JSON."""
-        return "" if self._is_text or "string" in self._kinds else self._held
+        return "" if self._is_text or "string" in self._kinds else "".join(self._held)
 
     def _read(self, text: str) -> str:
         found = as_json(text)
