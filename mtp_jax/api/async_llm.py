@@ -344,9 +344,7 @@ class AsyncLLM:
         """Start the processes that try grammars and render chat templates, before a request waits."""
         grammars, tokenizer = self.llm.engine.grammars, self.about.tokenizer
         if not child.limits():
-            _LOG.warning(
-                "this system has no /proc: memory of grammars and templates is not limited"
-            )
+            _LOG.warning("this system has no /proc: memory of grammars and templates is not limited")
 
         def start() -> None:
             if grammars is not None:
