@@ -1,6 +1,7 @@
 """`mtp-jax chat`: a conversation in the terminal."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -140,7 +141,10 @@ def _history() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    file = _HISTORY.expanduser()
+    file = Path(os.path.expanduser(_HISTORY))
+    if not file.is_absolute():  # a user without a home folder
+        yield
+        return
     with suppress(OSError):
         readline.read_history_file(file)
     readline.set_history_length(_HISTORY_LINES)

@@ -18,7 +18,7 @@ def read_secret(file: str | Path | None, what: str) -> bytes:
         if not found:
             raise ConfigError(f"{what} needs a secret; {how}")
     else:
-        path = Path(file).expanduser()
+        path = Path(os.path.expanduser(file))  # where there is no home folder, ~ stays in the name
         try:
             mode = stat.S_IMODE(path.stat().st_mode)
             found = path.read_bytes().strip()

@@ -9,13 +9,12 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
 from mtp_jax import ConfigError, JsonObject
 from serve.cluster.options import RayOptions
 
 _ADDRESS, _MODE, _TOKEN, _TOKEN_PATH = "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-_TOKEN_FILE = ".ray/auth_token"  # in the home folder, where Ray looks last
+_TOKEN_FILE = "~/.ray/auth_token"  # where Ray looks last
 
 
 def require_ray() -> None:
@@ -31,7 +30,11 @@ def protect() -> None:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault(_MODE, "token")
-    known = os.environ.get(_TOKEN) or os.environ.get(_TOKEN_PATH) or (Path.home() / _TOKEN_FILE).exists()
+    known = (
+        os.environ.get(_TOKEN)
+        or os.environ.get(_TOKEN_PATH)
+        or os.path.exists(os.path.expanduser(_TOKEN_FILE))
+    )
     if os.environ[_MODE] == "token" and not known:
         os.environ[_TOKEN] = secrets.token_hex(32)
 

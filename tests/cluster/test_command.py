@@ -95,7 +95,7 @@ def environment(monkeypatch, tmp_path):
     """Nothing of Ray's in it, and nothing stays that a test sets."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     monkeypatch.setattr(os, "environ", kept | {"HOME": str(tmp_path)})
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
 
 

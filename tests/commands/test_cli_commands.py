@@ -9,12 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import mtp_jax
 from mtp_jax.checkpoint import save_checkpoint
-from mtp_jax.commands import cli, options
+from mtp_jax.commands import chat, cli, options
 from tests import golden, tiny_tokenizer
 from tests.checkpoint.files import drop_nextn, edit_tensors
 from tests.models import TINY, tiny_params
@@ -245,3 +246,12 @@ def test_a_reader_that_goes_away(tmp_path):
     )
     assert done.returncode in (0, 141)
     assert done.stderr == ""
+
+
+def test_a_user_without_a_home_folder_has_no_history(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(os.path, "expanduser", lambda path: str(path))  # as of a uid that nothing knows
+    with chat._history():
+        pass
+    assert not [*tmp_path.iterdir()]

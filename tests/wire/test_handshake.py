@@ -120,6 +120,8 @@ def test_the_secret(tmp_path, monkeypatch):
     file = tmp_path / "secret"
     with pytest.raises(ConfigError, match="cannot be read"):
         read_secret(file, "hosts = 2")
+    with pytest.raises(ConfigError, match="~nobody-of-this-name/x cannot be read"):
+        read_secret("~nobody-of-this-name/x", "hosts = 2")
     file.write_bytes(b"another secret, in a file\n")
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
