@@ -7,8 +7,8 @@ from mtp_jax import _HOMES
 from tests.layers import LAYERS, ROOT, imports, modules
 
 DEVELOPMENT = ROOT / "docs" / "development.md"
-# Lowest layer: every room needs it, and `make test` is the answer.
-EVERYWHERE = {*LAYERS[0], "__init__", "__main__"}
+# Lowest layers: every room needs them, and `make test` is the answer.
+EVERYWHERE = {*LAYERS[0], *LAYERS[1], "__init__", "__main__"}
 # Files of a room of tests that must import the code for the room to be named: fewer import a helper.
 SEVERAL = 3
 

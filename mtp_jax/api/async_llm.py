@@ -7,10 +7,9 @@ step, are immutable.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
@@ -21,6 +20,7 @@ from mtp_jax.api.about import About
 from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, RequestOptions, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
+from mtp_jax.api.helpers import start_helpers
 from mtp_jax.api.hooks import Hooks
 from mtp_jax.api.introduction import introduction
 from mtp_jax.api.llm import LLM
@@ -34,12 +34,10 @@ from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.api.workers import Workers
 from mtp_jax.checkpoint.update import Source
 from mtp_jax.engine.request import Terms
-from mtp_jax.engine.sampling_params import SamplingParams, StructuredOutput
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.stats import EngineStats
-from mtp_jax.errors import EngineStopped, MtpJaxError
-from mtp_jax.text import child
+from mtp_jax.errors import EngineStopped
 
-_LOG = logging.getLogger(__name__)
 _SHORT_PROMPT = 1000
 _T = TypeVar("_T")
 
@@ -353,19 +351,7 @@ class AsyncLLM:
 
     async def start_helpers(self) -> None:
         """Start the processes that try grammars and render chat templates, before a request waits."""
-        grammars, tokenizer = self.llm.engine.grammars, self.about.tokenizer
-        if not child.limits():
-            _LOG.warning("this system has no /proc: memory of grammars and templates is not limited")
-
-        def start() -> None:
-            if grammars is not None:
-                with suppress(MtpJaxError):
-                    grammars.matcher(StructuredOutput(choice=["a"]), ())
-            if tokenizer is not None and tokenizer.has_chat_template:
-                with suppress(MtpJaxError):  # a template may refuse so short a conversation
-                    tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
-
-        await self.off_loop(start)
+        await self.off_loop(partial(start_helpers, self.llm.engine.grammars, self.about.tokenizer))
 
     def abort(self, request_id: str | None) -> None:
         """End the request of this name, if there is one; its stream gets a last output.

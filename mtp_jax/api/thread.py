@@ -57,7 +57,7 @@ class EngineThread:
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join()
-        self._engine.unpause()
+        self._engine.scheduler.unpause()
 
     @property
     def alive(self) -> bool:
@@ -84,7 +84,7 @@ class EngineThread:
 
     def unpause(self) -> None:
         """Serve the requests of the queue again."""
-        self._engine.unpause()
+        self._engine.scheduler.unpause()
 
     def warm_up(self, key: Key) -> None:
         """Warm up a program that has just been compiled, if no request is being served."""

@@ -194,17 +194,14 @@ class Engine:
             self.tier.forget()
 
     def new_weights(self, version: str) -> None:
-        """Record that the runner has new parameters; pages and scores of prompts of the old are forgotten.
-
-        Requests that a pause keeps have tokens of the old weights, and go on with the new weights.
-        """
+        """Record that the runner has new parameters; pages and scores of prompts by the old are forgotten."""
         self.flush_prefix_cache()
         for own in (r.progress for r in self.scheduler.live() if not r.progress.output):
             own.prompt_logprobs.clear()
         self.name_weights(version)
 
     def name_weights(self, version: str) -> None:
-        """Give the runner's parameters a name, for requests that get a slot from now on."""
+        """Name the parameters, for requests that get a slot from now on."""
         self.weight_version = version
 
     def sleep(self) -> None:
@@ -224,18 +221,11 @@ class Engine:
         self.scheduler.held = False
 
     def pause(self) -> list[Request]:
-        """Put all requests back into the queue, with the tokens so far, and serve none until ``unpause``.
-
-        Returns the requests that the last launches have advanced.
-        """
+        """Serve nobody until ``Scheduler.unpause``. Returns the requests that the last launches advanced."""
         advanced = self._read(len(self._inflight))
         self.scheduler.pause()
         self._refresh()
         return advanced
-
-    def unpause(self) -> None:
-        """Serve the requests that ``pause`` kept back."""
-        self.scheduler.unpause()
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine."""

@@ -72,7 +72,7 @@ def by_visit(
     """Visit each chosen expert with its own rows only, in tiles of about the mean number of an expert's rows.
 
     Ids outside ``[0, E)`` contribute nothing. A row's experts are summed in float32 in router order.
-    Derivatives are those of ``dense``, as a loop whose number of visits depends on the rows has none in reverse.
+    Its derivatives are computed by ``dense``: a loop whose length depends on the rows has none in reverse.
     """
 
     @jax.custom_jvp

@@ -109,7 +109,7 @@ async def abort_request(server: Server, request: Request) -> Response:
     """The route that ends requests with the tokens so far. A name that no request has may have ended."""
     body = await read(server.settings, request, AbortBody)
     if body.abort_all and not request.state.administers:
-        message = "abort_all needs the admin key (--admin-key): it ends the requests of others, too"
+        message = "abort_all needs the admin key (--admin-key): it ends the requests of all clients"
         raise ApiError(403, message, "abort_all")
     server.allm.abort(None if body.abort_all else body.rid)
     return _json(request, {"success": True})

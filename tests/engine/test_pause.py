@@ -52,7 +52,7 @@ def test_a_pause_changes_no_answer(config, steps):
         assert not engine.busy
         assert (engine.stats().pages_used, engine.stats().running) == (0, 0)
         assert engine.step() == []
-        engine.unpause()
+        engine.scheduler.unpause()
     finish(engine)
     assert [result(r) for r in requests] == [result(r) for r in undisturbed]
     assert engine.stats().preemptions == 0 or "num_pages" in config
@@ -64,7 +64,7 @@ def test_requests_that_come_meanwhile_wait():
     late = engine.make_request([7, 8], PARAMS)
     engine.submit(late)
     assert (engine.busy, engine.step()) == (False, [])
-    engine.unpause()
+    engine.scheduler.unpause()
     finish(engine)
     assert all(r.progress.finish_reason == "length" for r in (*requests, late))
 
@@ -80,7 +80,7 @@ def test_kept_requests_may_be_aborted():
         engine.abort(request)
         assert request.progress.finish_reason == "abort"
     assert [r.progress.output for r in requests] == tokens
-    engine.unpause()
+    engine.scheduler.unpause()
     assert not engine.busy
     assert engine.stats().waiting == 0
 
@@ -91,7 +91,7 @@ def test_a_deadline_waits_for_the_end_of_a_pause():
     engine.submit(late)
     engine.pause()
     assert engine.step() == []
-    engine.unpause()
+    engine.scheduler.unpause()
     assert late in engine.step()
     assert late.progress.finish_reason == "timeout"
 
@@ -103,7 +103,7 @@ def test_a_request_names_the_weights_that_it_ran_with_last():
     engine.pause()
     engine.new_weights("new")
     assert first.progress.weight_version == "0"
-    engine.unpause()
+    engine.scheduler.unpause()
     finish(engine)
     assert first.progress.weight_version == "new"
 
@@ -116,7 +116,7 @@ def test_scores_of_a_prompt_are_of_one_model():
     engine.pause()
     engine.new_weights("new")
     assert not any(r.progress.prompt_logprobs for r in requests if not r.progress.output)
-    engine.unpause()
+    engine.scheduler.unpause()
     finish(engine)
     assert [len(r.progress.prompt_logprobs) for r in requests] == [len(p) for p in PROMPTS]
 
@@ -133,6 +133,6 @@ def test_without_memory_the_device_is_told_nothing():
     assert not launched
     engine.runner.do = do  # type: ignore[method-assign]
     engine.wake()
-    engine.unpause()
+    engine.scheduler.unpause()
     finish(engine)
     assert [r.progress.finish_reason for r in requests] == ["abort", "length", "length"]
