@@ -12,7 +12,7 @@ from mtp_jax import JsonObject, Overloaded, SamplingParams, Stream
 from serve.base.errors import ApiError
 from serve.base.state import Server
 
-_FIRST = -(2**31)  # the priority number of a request that goes before all others
+_FIRST = -(2**31)  # the lowest priority number: such a request is served first
 _LOOK_SECONDS = 0.05
 
 
