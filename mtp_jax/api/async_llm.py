@@ -86,7 +86,6 @@ class AsyncLLM:
         self.warm_up = WarmUp(llm.engine, quiet, thread.warm_up, thread.forget_costs)
         self.pause = Pause(thread, self._submissions, self.on_engine, self._check_awake)
         self.hooks = Hooks()
-        structured = llm.engine.grammars is not None
         self.about = About(
             llm.config,
             llm.engine.config,
@@ -94,7 +93,7 @@ class AsyncLLM:
             llm.sampling_defaults,
             introduction(llm.folders[0]),
             simulated=llm.simulated,
-            structured=structured,
+            structured=llm.engine.grammars is not None,
         )
 
     # Life

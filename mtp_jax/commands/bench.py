@@ -336,7 +336,7 @@ def _measure(args: Arguments) -> int:
         forget_compile_cache()
     from mtp_jax.api.compile_cache import use_compile_cache
     from mtp_jax.bench import plot
-    from mtp_jax.bench.report import check, environment, table, write
+    from mtp_jax.bench.report import check, environment, write
 
     command = f"mtp-jax {shlex.join(args.command)}"
     model = args.model
@@ -363,8 +363,9 @@ def _measure(args: Arguments) -> int:
         write(report, path, made_by)
         if png is not None:
             plot.draw(report, png, made_by)
-        if report.pending:
-            show.note(table(report.headers, report.rows[shown:]))
+        if report.pending:  # the table comes at the end
+            for row in report.rows[shown:]:
+                show.note(", ".join(f"{name} {cell}" for name, cell in zip(report.headers, row, strict=True)))
             shown = len(report.rows)
         failed = bool(report.faults)
     written = ", ".join(map(str, filter(None, (path, png))))

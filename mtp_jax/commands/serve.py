@@ -145,7 +145,8 @@ def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Hando
     c, model = about.engine, about.model
     tokens, (first, rest) = allm.stats().pages_total * c.page_size, llm.engine.warm_up_keys()
     size = llm.weight_bytes // 10**6
-    drafts = f"{drafter(model)}, {depth(llm)}"
+    own = f" of {llm.folders[1]}" if len(llm.folders) > 1 else ""
+    drafts = f"{drafter(model)}{own}, {depth(llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mtp_jax.api.progress import left
 from mtp_jax.json_object import JsonObject
 
 SMOOTHING_STEPS = 20  # the smoothed loss is an exponential mean with this time constant
@@ -21,7 +22,8 @@ class Reporter:
         """`every_s`: seconds between two lines when standard error is not a terminal."""
         self._path = out_dir / "metrics.jsonl"
         self._first, self._total, self._every_s = first_step, total_steps, every_s
-        self._start = self._last_line = time.monotonic()
+        self._last_line = time.monotonic()
+        self._start: float | None = None  # the end of this run's first step, which compiles
         self._tokens = 0
         _drop_after(self._path, first_step)
         tty = sys.stderr.isatty()
@@ -29,18 +31,24 @@ class Reporter:
 
     def step(self, step: int, step_tokens: int, metrics: JsonObject) -> None:
         """Record step number `step` (0-based), which predicted `step_tokens` tokens."""
-        self._tokens += step_tokens
         now = time.monotonic()
-        rate = self._tokens / max(now - self._start, 1e-9)
-        self._write({"step": step, **metrics, "tokens_per_s": round(rate, 1)})
+        pace, speed = "the first step compiles", None
+        if self._start is None:
+            self._start = now
+        else:
+            self._tokens += step_tokens
+            passed = max(now - self._start, 1e-9)
+            speed = round(self._tokens / passed, 1)
+            remaining = (self._total - step - 1) * passed / (step - self._first)
+            pace = f"{speed:.0f} tokens/s, {left(remaining)}"
+        self._write({"step": step, **metrics, "tokens_per_s": speed})
         text = " ".join(f"{key} {_short(value)}" for key, value in metrics.items())
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         elif now - self._last_line >= self._every_s or step + 1 == self._total:
             self._last_line = now
-            left = (self._total - step - 1) * (now - self._start) / (step + 1 - self._first)
-            self.say(f"step {step + 1}/{self._total} {text} | {rate:.0f} tokens/s, {left / 60:.1f} min left")
+            self.say(f"step {step + 1}/{self._total} {text} | {pace}")
 
     def evaluation(self, step: int, metrics: JsonObject) -> None:
         """Record held-out numbers after `step` steps."""

@@ -100,7 +100,7 @@ def check_same_run(path: Path, now: JsonObject, beside: JsonObject, resuming: bo
         changed = [key for key in now if before.get(key) != now[key]]
         if changed:
             raise CheckpointError(
-                f"{path.parent} holds a run with another {' and '.join(changed)}; resume with the recipe "
+                f"{path.parent} holds a run that differs in {', '.join(changed)}; resume with the recipe "
                 "and the Python that started it, or name another output directory"
             )
     write_json(path, now | beside)

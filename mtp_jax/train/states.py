@@ -50,17 +50,23 @@ class Windows:
 
 
 def write_states(
-    llm: LLM, texts: Sequence[Text], folder: Path, taps: Sequence[int], sampling: JsonObject, report: Reporter
+    llm: LLM,
+    texts: Sequence[Text],
+    folder: Path,
+    taps: Sequence[int],
+    sampling: JsonObject,
+    report: Reporter,
+    phase: str,
 ) -> None:
     """Write the shards that are missing: answers by the engine, then hidden states of prompts and answers.
 
     taps: residual streams to keep beside the state after the final norm. sampling: options for the answers.
-    Raises RequestError.
+    phase: the name that ``report`` shows. Raises RequestError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     size = _WAVES * llm.engine.config.max_num_seqs
     shards = {first: folder / f"{first:09d}.safetensors" for first in range(0, len(texts), size)}
-    with report.phase(f"answers and states, {folder.name}", "texts") as update:
+    with report.phase(phase, "texts") as update:
         for first, path in shards.items():
             if not path.exists():
                 _write_shard(llm, texts[first : first + size], first, path, tuple(taps), sampling)

@@ -40,6 +40,13 @@ from mtp_jax.train.tune_options import TuneOptions
 
 _LOG = logging.getLogger(__name__)
 _REPORT_SECONDS = 30.0
+_PHASES = {
+    "held_out": "1 of 5, answers and states of held-out texts",
+    "learned": "2 of 5, answers and states of texts to learn",
+    "before": "3 of 5, acceptance before",
+    "steps": "4 of 5, steps",
+    "after": "5 of 5, acceptance after",
+}
 _EVALUATED = 32  # windows of held-out text that every checkpoint looks at, at most
 _MEASURED = {"greedy": 0.0, "temperature 1": 1.0}
 _OBJECTIVES = {
@@ -91,7 +98,8 @@ def tune(given: Given, open_llm: Callable[[Path | None], LLM], report: Phases) -
     before = _prepare(given, task, open_llm, report)
     _learn(given, task, begin(given.model, given.options))
     llm = open_llm(given.out / "head")
-    after = _measure(given, llm, _texts(given, llm)[1])
+    with report.phase(_PHASES["after"]):
+        after = _measure(given, llm, _texts(given, llm)[1])
     found = {"drafts": given.drafts, "before": before, "after": after}
     write_json(given.out / "report.json", found)
     return found
@@ -138,8 +146,9 @@ def _prepare(
         llm = open_llm(None)
         learned, held_out = _texts(given, llm)
         for name, texts in (("held_out", held_out), ("learned", learned)):
-            write_states(llm, texts, folder / name, task.taps, given.sampling, report)
-        write_json(done, _measure(given, llm, held_out) if llm.engine.cfg.drafts else None)
+            write_states(llm, texts, folder / name, task.taps, given.sampling, report, _PHASES[name])
+        with report.phase(_PHASES["before"]):
+            write_json(done, _measure(given, llm, held_out) if llm.engine.cfg.drafts else None)
         del llm
         gc.collect()  # the model leaves its devices before the head learns
     return json.loads(done.read_text(encoding="utf-8"))
@@ -196,7 +205,7 @@ def _learn(given: Given, task: Task, start: Start) -> None:
     reporter = Reporter(given.out, first, options.steps, _REPORT_SECONDS)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     reporter.say(
-        f"{count:,} parameters learn from {learned.answered:,} tokens of answers; "
+        f"{_PHASES['steps']}: {count:,} parameters learn from {learned.answered:,} tokens of answers; "
         f"steps {first}..{options.steps}"
     )
     del trained

@@ -12,8 +12,8 @@ from serve.http.access import METRICS_PATH, OPEN_PATHS, Access, Headers, bounded
 from serve.routes.page import PATHS as PAGE_PATHS
 from serve.watch.access_log import log_request, record_of
 
-# Paths that monitors request every few seconds, and of which the page loads a dozen at a time.
-_ASKED_OFTEN = (*OPEN_PATHS, "/health_generate", METRICS_PATH, *PAGE_PATHS)
+# Paths that monitors ask every few seconds, as the page does while programs compile; and files of the page.
+_ASKED_OFTEN = (*OPEN_PATHS, "/health_generate", METRICS_PATH, "/server_info", *PAGE_PATHS)
 _FIRST_ERROR = 400  # status of HTTP
 # Paths that a full queue refuses unread.
 _QUEUED = (

@@ -125,8 +125,9 @@ def test_a_sweep_keeps_and_shows_every_level_as_it_ends(bench, capsys, monkeypat
     found, _ = bench("sweep", "--concurrency", "1,2", "--modes", "off", "--rounds", "1")
     assert [(pending, len(rows)) for pending, rows in written] == [(1, 1), (0, 2)]
     out, err = capsys.readouterr()
-    (row,) = [line for line in err.splitlines() if line.lstrip("| ").startswith("1 |")]
-    assert row.split() in [line.split() for line in out.splitlines()]
+    names, _, first, _ = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|")]
+    level = ", ".join(f"{name.strip()} {cell.strip()}" for name, cell in zip(names, first, strict=True))
+    assert level in err.splitlines()
     assert [level["concurrency"] for level in found["figures"]["levels"]] == [1, 2]
     assert "pending_levels" not in found
 

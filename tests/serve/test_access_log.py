@@ -53,7 +53,7 @@ def test_the_reason_of_a_refusal(server: Running, lines):
 
 def test_probes_that_succeed_leave_no_line(server: Running, lines, caplog):
     variant = server.variant()
-    for path in ("/health", "/ping", "/metrics", "/ready", "/", "/web/style.css"):
+    for path in ("/health", "/ping", "/metrics", "/ready", "/server_info", "/", "/web/style.css"):
         assert variant.get(path).status_code == 200
     variant.post("/health")  # which is none
     (line,) = lines()

@@ -91,14 +91,17 @@ def test_what_keeps_the_engine_from_starting_is_one_line(model: Path, monkeypatc
     assert capsys.readouterr().err == "error: no kernel for this\n"
 
 
-def test_the_summary_names_what_is_served(server: Running, real: Running):
+def test_the_summary_names_what_is_served(server: Running, real: Running, model: Path, monkeypatch):
     assert summary(server.allm, server.settings, server.url).startswith(
         "model     tiny: SIMULATED, no weights"
     )
     server = real
     text = summary(server.allm, server.settings, server.url)
     assert text.startswith("model     tiny: 3 layers")
-    assert "1 NextN layer" in text
+    assert "\ndrafts    1 NextN layer, depth 3\n" in text
+    monkeypatch.setattr(server.allm.llm, "folders", (model, Path("tuned/head")))
+    own = summary(server.allm, server.settings, server.url)
+    assert "\ndrafts    1 NextN layer of tuned/head, depth 3\n" in own
     assert re.search(r"cache +[\d,]+ tokens", text)
     assert "256 requests wait" in text
     assert text.endswith(f"{server.url} once it is ready; no API key, this computer only")

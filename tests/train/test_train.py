@@ -20,7 +20,7 @@ from mtp_jax.bench.corpus import SourceFile
 from mtp_jax.checkpoint import load
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.params import Moe, init_params
-from mtp_jax.train import loop, step
+from mtp_jax.train import loop, report, step
 from mtp_jax.train.data import batch_at, even_windows
 from mtp_jax.train.optimizer import make_optimizer
 from mtp_jax.train.recipe import Recipe, Stage
@@ -161,10 +161,10 @@ def test_ctrl_c_keeps_the_steps_that_were_done_and_the_end_is_a_model_with_its_t
     (folder / "tokenizer.json").write_text("another one")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     own = replace(short, tokenizer=folder / "mine.json")
-    report, pressed = Reporter.step, []
+    told, pressed = Reporter.step, []
 
     def press_once(self: Reporter, step: int, tokens: int, metrics: dict) -> None:
-        report(self, step, tokens, metrics)
+        told(self, step, tokens, metrics)
         if step == 3 and not pressed:
             pressed.append(step)
             signal.raise_signal(signal.SIGINT)
@@ -294,3 +294,19 @@ def test_two_minutes_of_the_demo_recipe_learn_python(tmp_path: Path) -> None:
     assert held_out["losses"][0] < uniform - 1.5
     assert held_out["losses"][1] < uniform - 1.0
     assert held_out["acceptance"] > 1.2
+
+
+def test_the_pace_leaves_the_first_step_out_which_compiles(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    reporter = Reporter(tmp_path, first_step=2, total_steps=10, every_s=0.0)
+    for i, seconds in ((2, 60.0), (3, 2.0), (4, 2.0)):
+        now[0] += seconds
+        reporter.step(i, 100, {"losses": [1.5]})
+    assert capsys.readouterr().err.splitlines() == [
+        "step 3/10 losses 1.500 | the first step compiles",
+        "step 4/10 losses 1.500 | 50 tokens/s, 12 s left",
+        "step 5/10 losses 1.500 | 50 tokens/s, 10 s left",
+    ]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["tokens_per_s"] for record in records] == [None, 50.0, 50.0]

@@ -91,7 +91,7 @@ def test_a_run_ends_with_a_head(
     assert jax.tree.structure(found.params) == jax.tree.structure(before.params)
     assert not np.allclose(found.params.nextn[0].merge, before.params.nextn[0].merge, atol=1e-3)
     assert cli.main(command(model, prompts, out, "--window", "12")) == 2
-    assert "holds a run with another window" in capsys.readouterr().err
+    assert "holds a run that differs in window;" in capsys.readouterr().err
 
 
 @pytest.mark.rest
