@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mtp_jax import JsonMapping, SamplingParams
-from serve.bodies.fields import Body, Name, Schema, Structured, Text, bounds
+from serve.bodies.fields import Name, Schema, Structured, Text, bounds
+from serve.bodies.foreign import Refusing
 from serve.bodies.schema import Sampling
 
 _DEFAULT_MAX_TOKENS = 128
@@ -37,7 +38,7 @@ class NativeSampling(Sampling):
         return self
 
 
-class GenerateBody(Body):
+class GenerateBody(Refusing):
     """/generate."""
 
     model: Name | None = None
