@@ -37,7 +37,8 @@ def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> st
     if body.truncate_prompt_tokens is None and adds:
         return prompt
     tokenizer = server.tokenizer
-    return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt, add_special_tokens=adds)), len(prompt))
+    most = server.allm.about.engine.longest if body.truncate_prompt_tokens is None else None
+    return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt, adds, most)), len(prompt))
 
 
 class _Completions(ChoicesCall):

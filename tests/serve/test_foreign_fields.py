@@ -137,15 +137,16 @@ def test_a_prompt_that_was_rendered_elsewhere_gets_no_second_bos(client, server:
     assert tokenizer
     encode = tokenizer.encode
 
-    def noted(text: str, add_special_tokens: bool = True) -> list[int]:
+    def noted(text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         added.append(add_special_tokens)
-        return encode(text, add_special_tokens)
+        return encode(text, add_special_tokens, most)
 
     monkeypatch.setattr(tokenizer, "encode", noted)
     body = {"prompt": "<eos>abc", "max_tokens": 2, "echo": True}
     for more in ({}, {"truncate_prompt_tokens": 2}):
         for value in (True, None, False):
             answer = client.post(COMPLETIONS, json={**body, **more, name: value})
+            assert answer.status_code == 200, answer.text
             assert "warning" not in answer.headers
             assert answer.json()["choices"][0]["text"].startswith("bc" if more else "<eos>abc")
     assert added == [True, True, False] * 2
