@@ -17,7 +17,7 @@ _TEXTS = "leave it out: the model reads and writes text alone"
 CHAT = "use /v1/chat/completions for it"
 
 # Fields by the advice for them; each with the values that change nothing beside null, and if there are
-# none, beside false and what is empty.
+# none, beside false and empty values.
 _TABLE: dict[str, dict[str, tuple[object, ...]]] = {
     _GRAMMAR: dict.fromkeys(
         (

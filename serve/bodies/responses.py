@@ -291,12 +291,12 @@ class ResponsesBody(CallBody, Switches):
 
     @cached_property
     def client_tools(self) -> ClientTools:
-        """The tools of the request: its list, and the lists of items."""
+        """The tools of the request: its list, and the lists of items. Raises RequestError for too many."""
         lists = [self.tools or (), *(item.tools for item in self._items if isinstance(item, _ToolsItem))]
         return ClientTools(tool for tools in lists for tool in entries(tools))
 
     def conversation(self) -> ChatBody:
-        """Convert the request to a body of the chat route. Raises ValidationError."""
+        """Convert the request to a body of the chat route. Raises ValidationError, RequestError."""
         value = self.model_dump(exclude_none=True, by_alias=True, include=_SAME)
         value["messages"] = self._messages()
         value["max_tokens"] = self.max_output_tokens
