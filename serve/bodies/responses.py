@@ -150,7 +150,7 @@ class _ToolsItem(Body):
         return _told([{key: tool[key] for key in ("name", "description") if tool.get(key)} for tool in found])
 
 
-_Parts = Annotated[list[_Part], Field(fail_fast=True)]
+_Parts = Annotated[list[_AnyPart], Field(fail_fast=True)]
 
 
 class _ReasoningItem(Body):

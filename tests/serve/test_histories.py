@@ -201,6 +201,13 @@ def test_parts_of_unknown_types_are_left_out_or_read_by_their_text(client):
         )
 
 
+def test_a_thought_with_a_part_of_an_unknown_type(client):
+    thought = {"type": "reasoning", "summary": [text("s", "summary_text"), {"type": "of_next_year"}]}
+    plain = {**thought, "summary": thought["summary"][:1]}
+    turns = [[HELLO, one, answer("a"), HELLO] for one in (thought, plain)]
+    assert count(client, RESPONSES, turns[0]) == count(client, RESPONSES, turns[1])
+
+
 @pytest.mark.parametrize(
     "item",
     [
