@@ -258,7 +258,8 @@ class CountBody(Refusing):
     def _reads_the_newest(self) -> "CountBody":
         before, last = [None, *self.messages][-2:]
         if last and last.role == "user" and not (last.has_results or (before and before.has_results)):
-            check_newest(last.content, f"messages.{len(self.messages) - 1}.content")
+            # Claude Code joins a message that was refused with the next, so text behind a picture is newer.
+            check_newest(last.content, f"messages.{len(self.messages) - 1}.content", len(last.blocks) - 1)
         return self
 
     def _turns(self) -> list[JsonObject]:

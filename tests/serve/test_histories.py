@@ -82,6 +82,13 @@ def items(output: Any) -> list[dict[str, Any]]:
             "messages.0.content.0.image",
         ),
         (MESSAGES, [user(IMAGE), HELLO], [user(text(SEEN)), HELLO], "messages.0.content.0.image"),
+        # A message that was refused, and the next one, which Claude Code joins.
+        (
+            MESSAGES,
+            [user(text("?"), IMAGE, text("never mind"))],
+            [user(text(f"?{SEEN}never mind"))],
+            "messages.0.content.1.image",
+        ),
         # A tool's picture may stand beside its result.
         (
             MESSAGES,
@@ -131,7 +138,7 @@ def test_a_text_stands_in_the_place_of_a_picture(client, server: Running, route,
     [
         (CHAT, [user(text("?"), URL)], "messages.0.content.1: is not text; this server takes no images"),
         (CHAT, [user(URL), answer("a"), user(URL)], "messages.2.content.0: is not text"),
-        (MESSAGES, [HELLO, answer("a"), user(IMAGE, text("?"))], "messages.2.content.0: is not text"),
+        (MESSAGES, [HELLO, answer("a"), user(text("?"), IMAGE)], "messages.2.content.1: is not text"),
         (RESPONSES, [HELLO, user(text("?", "input_text"), INPUT)], "input.1.content.1: is not text"),
         (
             RESPONSES,
