@@ -133,13 +133,18 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], scores: Sequence[dict[int, Logprob]], top: int
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    scores: Sequence[dict[int, Logprob]],
+    top: int,
+    *,
+    ids: bool = False,
 ) -> JsonObject:
-    """Log-probabilities for the chat route: an object per token."""
+    """Log-probabilities for the chat route: an object per token. ids: whether their ids are their names."""
 
     def entry(token: int, score: Logprob) -> JsonObject:
         content = tokenizer.token_bytes(token, False)
-        text = content.decode("utf-8", "replace")
+        text = token_name(None, token) if ids else content.decode("utf-8", "replace")
         return {"token": text, "logprob": finite(score), "bytes": list(content)}
 
     content = []

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mtp_jax import JsonObject
-from serve.bodies.tools import LONGEST_NAME
+from mtp_jax import JsonObject, RequestError
+from serve.bodies.tools import LONGEST_NAME, MOST_TOOLS
 
 _PLAIN = ("", "functions")  # namespaces whose tools keep their names
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
@@ -39,7 +39,10 @@ class ClientTools:
     """
 
     def __init__(self, tools: Iterable[tuple[Identity, JsonObject]]) -> None:
-        """tools: each with its fields on the chat route, without its name; the same tool may come again."""
+        """tools: each with its fields on the chat route, without its name; the same tool may come again.
+
+        Raises RequestError for too many tools.
+        """
         self._names: dict[Identity, str] = {}
         self._identities: dict[str, Identity] = {}
         self._within: dict[str, list[str]] = defaultdict(list)
@@ -48,6 +51,8 @@ class ClientTools:
         for identity, form in tools:
             name = self._names.get(identity)
             if name is None:
+                if len(self._names) == MOST_TOOLS:
+                    raise RequestError(f"tools: at most {MOST_TOOLS} are allowed together; send fewer")
                 name = next(n for n in _candidates(identity, numbers) if n not in self._identities)
                 self._names[identity], self._identities[name] = name, identity
                 self._within[identity.namespace].append(name)

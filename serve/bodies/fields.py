@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -165,6 +166,13 @@ class Body(BaseModel):
             value = getattr(self, name)
             if isinstance(value, Body):
                 yield from value.unknown(f"{prefix}{name}.")
+
+
+def all_names(kind: type[BaseModel]) -> set[str]:
+    """The names of a body's fields, under which a client may send them."""
+    aliases = (field.validation_alias for field in kind.model_fields.values())
+    others = [alias.choices for alias in aliases if isinstance(alias, AliasChoices)]
+    return {*kind.model_fields, *(name for names in others for name in names if isinstance(name, str))}
 
 
 class StreamOptions(Body):

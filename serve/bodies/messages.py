@@ -8,7 +8,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import JsonObject
 from serve.bodies.conversation import MAX_MESSAGES
-from serve.bodies.fields import Body, Name, Stops, Text, TextOr, bounds, kind_of, member, one_of
+from serve.bodies.fields import Body, Name, Stops, Text, TextOr, all_names, bounds, kind_of, member, one_of
+from serve.bodies.foreign import CHAT, EMPTY, Refusing, is_neutral
 from serve.bodies.message_tools import ToolChange, Tools, functions, left_out
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName
@@ -226,10 +227,10 @@ class _OutputConfig(Body):
     format: _Format | None = None
 
 
-class CountBody(Body):
+class CountBody(Refusing):
     """/v1/messages/count_tokens."""
 
-    without_effect: ClassVar = frozenset({"betas", "inference_geo", "service_tier", "speed"})
+    without_effect: ClassVar = Refusing.without_effect | {"betas", "inference_geo", "service_tier", "speed"}
 
     model: Name | None = None
     messages: Annotated[list[_Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -257,7 +258,8 @@ class CountBody(Body):
     def _reads_the_newest(self) -> "CountBody":
         before, last = [None, *self.messages][-2:]
         if last and last.role == "user" and not (last.has_results or (before and before.has_results)):
-            check_newest(last.content, f"messages.{len(self.messages) - 1}.content")
+            # Claude Code joins a message that was refused with the next, so text behind a picture is newer.
+            check_newest(last.content, f"messages.{len(self.messages) - 1}.content", len(last.blocks) - 1)
         return self
 
     def _turns(self) -> list[JsonObject]:
@@ -303,6 +305,21 @@ class CountBody(Body):
         return chat.sent_as({"chat_template_kwargs.reasoning_effort": "output_config.effort"})
 
 
+# Fields of chats that this route does not have, with values that change nothing.
+_OF_CHATS = dict.fromkeys(all_names(ChatBody) - Refusing.without_effect - {"stream_options"}, EMPTY) | {
+    **dict.fromkeys(("n", "repetition_penalty", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens", "top_logprobs"), (0,)),
+    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt", "skip_special_tokens"), (True,)),
+}
+_INSTEAD = {
+    "stop": "use stop_sequences",
+    "response_format": "use output_config",
+    "reasoning_effort": "use output_config",
+    **dict.fromkeys(("think", "enable_thinking", "reasoning"), "use thinking"),
+    "parallel_tool_calls": "use tool_choice",
+}
+
+
 class MessagesBody(CountBody):
     """/v1/messages."""
 
@@ -314,6 +331,13 @@ class MessagesBody(CountBody):
     stream: bool | None = None
     metadata: JsonObject | None = None
     thread: JsonObject | None = None
+
+    @model_validator(mode="after")
+    def _has_no_field_of_chats(self) -> "MessagesBody":
+        for name, value in (self.model_extra or {}).items():
+            if name in _OF_CHATS and not is_neutral(value, _OF_CHATS[name]):
+                raise ValueError(f"{name}: not on this route; {_INSTEAD.get(name, CHAT)}")
+        return self
 
     def conversation(self) -> ChatBody:
         """Convert the request to a body of the chat route. Raises ValidationError."""

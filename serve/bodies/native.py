@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import JsonMapping, SamplingParams
-from serve.bodies.fields import MAX_PROMPTS, Body, Name, Schema, Structured, Text, TokenIds, bounds
+from serve.bodies.fields import MAX_PROMPTS, Name, Schema, Structured, Text, TokenIds, bounds
+from serve.bodies.foreign import Refusing
 from serve.bodies.schema import Sampling
 
 _DEFAULT_MAX_TOKENS = 128
@@ -104,7 +105,7 @@ class Ask:
         return replace(params, output_kind="cumulative") if stream else params
 
 
-class GenerateBody(Body):
+class GenerateBody(Refusing):
     """/generate: one prompt, or a batch, which ``text`` or ``input_ids`` holds as a list of prompts."""
 
     model: Name | None = None

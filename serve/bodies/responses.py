@@ -15,7 +15,6 @@ from serve.bodies.fields import (
     Name,
     Text,
     TextOr,
-    bounds,
     form,
     kind_of,
     member,
@@ -23,7 +22,7 @@ from serve.bodies.fields import (
     told,
 )
 from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out, picked
-from serve.bodies.schema import CallBody, ChatBody
+from serve.bodies.schema import CallBody, ChatBody, MaxTokens, most_tokens
 from serve.bodies.tools import FunctionName
 from serve.bodies.unread import Unread, check_newest, unread
 from serve.bodies.variables import Switches
@@ -151,7 +150,7 @@ class _ToolsItem(Body):
         return _told([{key: tool[key] for key in ("name", "description") if tool.get(key)} for tool in found])
 
 
-_Parts = Annotated[list[_Part], Field(fail_fast=True)]
+_Parts = Annotated[list[_AnyPart], Field(fail_fast=True)]
 
 
 class _ReasoningItem(Body):
@@ -236,7 +235,9 @@ class ResponsesBody(CallBody, Switches):
         Discriminator(form),
     ]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    max_output_tokens: Annotated[
+        MaxTokens, most_tokens("max_output_tokens", "max_tokens", "max_completion_tokens")
+    ] = None
     tools: Tools | None = None
     tool_choice: ToolPick | None = None
     parallel_tool_calls: bool | None = None
@@ -270,7 +271,7 @@ class ResponsesBody(CallBody, Switches):
             if (self.model_extra or {}).get(name):
                 raise ValueError(f"{name}: this server stores nothing; send the whole conversation as input")
         for name in _OF_OTHER_ROUTES:
-            if getattr(self, name) is not None:
+            if (value := getattr(self, name)) is not None and value is not False:
                 raise ValueError(f"{name}: not on this route; use /v1/chat/completions for it")
         if self.truncation == "auto":
             raise ValueError("truncation: only 'disabled' is supported; shorten the input instead")
@@ -290,12 +291,12 @@ class ResponsesBody(CallBody, Switches):
 
     @cached_property
     def client_tools(self) -> ClientTools:
-        """The tools of the request: its list, and the lists of items."""
+        """The tools of the request: its list, and the lists of items. Raises RequestError for too many."""
         lists = [self.tools or (), *(item.tools for item in self._items if isinstance(item, _ToolsItem))]
         return ClientTools(tool for tools in lists for tool in entries(tools))
 
     def conversation(self) -> ChatBody:
-        """Convert the request to a body of the chat route. Raises ValidationError."""
+        """Convert the request to a body of the chat route. Raises ValidationError, RequestError."""
         value = self.model_dump(exclude_none=True, by_alias=True, include=_SAME)
         value["messages"] = self._messages()
         value["max_tokens"] = self.max_output_tokens

@@ -1,8 +1,8 @@
 """Bodies of completions. Types are strict, numbers finite and bounded; null means "not given"."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from mtp_jax import JsonMapping, JsonObject, RequestError, SamplingParams, StructuredOutput
@@ -25,6 +25,7 @@ from serve.bodies.fields import (
     Words,
     bounds,
 )
+from serve.bodies.foreign import Refusing
 
 # Fields of OpenAI's API that name the client, or ask for services that a server of one model need not give.
 _OFFICIAL = frozenset(
@@ -43,25 +44,40 @@ _OFFICIAL = frozenset(
 )
 
 
-def _also(name: str, *others: str) -> FieldInfo:
+def also(name: str, *others: str) -> FieldInfo:
     """The names of a field, with names of other servers; errors and /openapi.json have the first name."""
     return Field(validation_alias=AliasChoices(name, *others))
 
 
-class Sampling(Body):
+def most_tokens(name: str, *others: str) -> FieldInfo:
+    """The names of the field for the most tokens of an answer, which each server names otherwise."""
+    return also(name, *others, "max_new_tokens", "n_predict", "num_predict")
+
+
+def _limit(value: object) -> object:
+    """The limit, or None: -1 and -2 stand for none in llama.cpp and ollama."""
+    return None if isinstance(value, int) and value in (-1, -2) else value
+
+
+MaxTokens = Annotated[Annotated[int, bounds("max_tokens")] | None, BeforeValidator(_limit)]
+
+
+class Sampling(Refusing):
     """Fields of sampling, on every route. Names, ranges and defaults are OpenAI's; further fields are vLLM's.
 
     Bounds are those of ``SamplingParams``, except where OpenAI's are narrower.
     """
 
-    without_effect: ClassVar = _OFFICIAL
+    without_effect: ClassVar = _OFFICIAL | Refusing.without_effect
 
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, bounds("top_p")] | None = None
     top_k: Annotated[int, bounds("top_k")] | None = None
     min_p: Annotated[float, bounds("min_p")] | None = None
-    min_tokens: Annotated[int, bounds("min_tokens")] | None = None
+    min_tokens: Annotated[
+        Annotated[int, bounds("min_tokens")] | None, also("min_tokens", "min_new_tokens")
+    ] = None
     stop: Stops | None = None
     stop_token_ids: Ids | None = None
     stop_in_thoughts: bool | None = None
@@ -69,18 +85,20 @@ class Sampling(Body):
     bad_words: Words | None = None
     max_thinking_tokens: Annotated[
         Annotated[int, bounds("max_thinking_tokens")] | None,
-        _also("max_thinking_tokens", "thinking_token_budget", "thinking_budget"),
+        also("max_thinking_tokens", "thinking_token_budget", "thinking_budget"),
     ] = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
     repetition_penalty: Annotated[
-        Annotated[float, bounds("repetition_penalty")] | None, _also("repetition_penalty", "repeat_penalty")
+        Annotated[float, bounds("repetition_penalty")] | None, also("repetition_penalty", "repeat_penalty")
     ] = None
     logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    include_stop_str_in_output: Annotated[bool | None, also("include_stop_str_in_output", "no_stop_trim")] = (
+        None
+    )
     speculative: Speculative | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
@@ -139,39 +157,8 @@ class Sampling(Body):
         return StructuredOutput(own.json_, own.json_object or False, own.regex, own.choice)
 
 
-# Fields of other servers that would change the answer, and the field to use here instead.
-_GRAMMARS = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "json_schema", "regex", "ebnf", "grammar",
-)  # fmt: skip
-_FOREIGN = {
-    **dict.fromkeys(_GRAMMARS, "use response_format or structured_outputs"),
-    "use_beam_search": "leave it out: tokens are sampled, or the likeliest with temperature = 0",
-    "length_penalty": "leave it out: there is no beam search",
-    "early_stopping": "leave it out: there is no beam search",
-    "documents": "put them into the messages",
-    "chat_template": "leave it out: the checkpoint's own is used",
-    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "web_search_options": "leave it out: the server searches nothing",
-    "modalities": "leave it out: answers are text",
-    "audio": "leave it out: answers are text",
-}
-# Values of such fields that change nothing; for other fields these are null, false and empty.
-_NEUTRAL = {"length_penalty": 1, "modalities": ["text"]}
-
-
-def _changes(name: str, value: object) -> bool:
-    if value is None:
-        return False
-    return value != _NEUTRAL[name] if name in _NEUTRAL else value is not False and value not in ([], {})
-
-
 class CallBody(Sampling):
     """Fields of both completion routes."""
-
-    without_effect: ClassVar = _OFFICIAL | _FOREIGN.keys()
 
     model: Name | None = None
     rid: Annotated[Name, Field(min_length=1)] | None = None
@@ -179,8 +166,14 @@ class CallBody(Sampling):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_token_origins: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
+
+    @property
+    def names_ids(self) -> bool:
+        """Whether scores name tokens by their ids."""
+        return self.return_tokens_as_token_ids is True
 
     def cut(self, prompt: list[int]) -> list[int]:
         """The last ``truncate_prompt_tokens`` tokens of a prompt."""
@@ -192,18 +185,20 @@ class CallBody(Sampling):
             raise ValueError("stream_options: only allowed with stream = true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not in a stream; leave one of them out")
-        # An answer that does without them is another one, and few clients show the warning of unknown fields.
-        for name, value in (self.model_extra or {}).items():
-            if name in _FOREIGN and _changes(name, value):
-                raise ValueError(f"{name}: not supported here; {_FOREIGN[name]}")
         return self
 
 
 class CompletionBody(CallBody):
     """/v1/completions."""
 
+    obeyed: ClassVar = frozenset({"include_reasoning", "separate_reasoning", "reasoning_format"})
+
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    add_special_tokens: Annotated[bool | None, also("add_special_tokens", "add_bos_token")] = None
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0, lt=2**31)] | None,
+        most_tokens("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    ] = None
     logprobs: Annotated[int, bounds("logprobs")] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -248,8 +243,11 @@ class CompletionBody(CallBody):
 class ChatBody(CallBody, Conversation):
     """/v1/chat/completions."""
 
-    max_tokens: Annotated[int, bounds("max_tokens")] | None = None
-    max_completion_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    max_tokens: Annotated[MaxTokens, most_tokens("max_tokens", "max_output_tokens")] = None
+    max_completion_tokens: MaxTokens = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Literal["none", "raw", "auto", "deepseek", "parsed", "hidden"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
 
@@ -258,6 +256,14 @@ class ChatBody(CallBody, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs = true")
         return self
+
+    @property
+    def thoughts(self) -> Literal["apart", "inside", "hidden"]:
+        """The place of thoughts: a field of their own, the text with their tags, or none."""
+        if self.include_reasoning is False or self.reasoning_format == "hidden":
+            return "hidden"
+        inside = self.separate_reasoning is False or self.reasoning_format in ("none", "raw")
+        return "inside" if inside else "apart"
 
     @property
     def thinking_budget(self) -> int | None:

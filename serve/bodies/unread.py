@@ -54,14 +54,14 @@ def unread(parts: _Parts, path: str) -> Iterator[str]:
             yield from part.unknown(f"{path}.{i}.")
 
 
-def check_newest(parts: _Parts, path: str) -> None:
+def check_newest(parts: _Parts, path: str, first: int = 0) -> None:
     """Raise ValueError for the first thing that a user shows now and that the model would not see.
 
     In a history, and in results of tools, a text stands in the place of such a thing: there a refusal would
-    end the conversation, as its client sends all of it again.
+    end the conversation, as its client sends all of it again. first: number of the first part to look at.
     """
     for i, part in _each(parts):
-        if isinstance(part, Unread) and part.noun:
+        if i >= first and isinstance(part, Unread) and part.noun:
             raise ValueError(f"{path}.{i}: {_NOT_TEXT.format(part.type)}")
 
 

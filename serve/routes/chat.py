@@ -59,12 +59,15 @@ class _Chat(ChoicesCall):
         del output
         asked = self._asked
         if index not in self._turns:
-            turn = Turn(self._thinking, self._may_think, asked.use)
+            apart = self.body.thoughts != "inside"
+            turn = Turn(self._thinking and apart, self._may_think and apart, asked.use)
             self._turns[index] = turn, Inputs(asked.custom)
         turn, inputs = self._turns[index]
         pieces = inputs.push(turn.push(c))
         if any(isinstance(piece, Thought) for piece in pieces):
             self._thought.add(index)
+        if self.body.thoughts == "hidden":
+            pieces = [piece for piece in pieces if not isinstance(piece, Thought)]
         message: JsonObject = {} if self.stream and begun else {"role": "assistant"}
         choice = {
             "index": index,
@@ -75,7 +78,9 @@ class _Chat(ChoicesCall):
         }
         if c.logprobs is not None:
             top = self.body.top_logprobs or 0
-            choice["logprobs"] = chat_logprobs(self.server.tokenizer, c.token_ids, c.logprobs, top)
+            choice["logprobs"] = chat_logprobs(
+                self.server.tokenizer, c.token_ids, c.logprobs, top, ids=self.body.names_ids
+            )
         extras = token_extras(c, self.body.return_token_ids, self.body.return_token_origins)
         return choice | extras
 

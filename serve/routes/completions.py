@@ -32,12 +32,14 @@ async def completions(server: Server, request: Request) -> Response:
 
 def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> str | list[int] | LazyPrompt:
     """The prompt as the engine takes it. Raises RequestError."""
-    if body.truncate_prompt_tokens is None:
-        return prompt
     if isinstance(prompt, list):
         return body.cut(prompt)
+    adds = body.add_special_tokens is not False
+    if body.truncate_prompt_tokens is None and adds:
+        return prompt
     tokenizer = server.tokenizer
-    return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt)), len(prompt))
+    most = server.allm.about.engine.longest if body.truncate_prompt_tokens is None else None
+    return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt, adds, most)), len(prompt))
 
 
 class _Completions(ChoicesCall):
@@ -57,7 +59,7 @@ class _Completions(ChoicesCall):
         """Text, and log-probabilities as parallel lists."""
         if output.prompt_logprobs:  # a stream has them once for all completions
             self._prompt_scores[index // len(output.outputs)] = output.prompt_logprobs
-        echoed = self._prompt(output) if self.body.echo and not begun else None
+        echoed = self._prompt(index // len(output.outputs), output) if self.body.echo and not begun else None
         text = (echoed or "") + c.text
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": c.finish_reason}
         if self.body.logprobs is not None:
@@ -77,16 +79,18 @@ class _Completions(ChoicesCall):
             ids, scores = prompt + ids, [*known, *[None] * (len(prompt) - len(known)), *scores]
             places = offsets.of_prompt(prompt, echoed)
         places += offsets.push(c.token_ids)
-        return completion_logprobs(self._tokenizer, ids, scores, places)
+        names = None if self.body.names_ids else self._tokenizer
+        return completion_logprobs(names, ids, scores, places)
 
     def take(self, output: RequestOutput) -> RequestOutput:
         """Record an output, without its token where max_tokens = 0."""
         output = super().take(output)
         return without_tokens(output) if self.body.max_tokens == 0 else output
 
-    def _prompt(self, output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
+    def _prompt(self, number: int, output: RequestOutput) -> str:
+        given = self.body.prompts[number]
+        if isinstance(given, str) and self.body.truncate_prompt_tokens is None:
+            return given
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(output.prompt_token_ids, self._skips_special)

@@ -128,6 +128,16 @@ def test_names_in_the_prompt(lists, wanted):
     assert [told.client_tools.name(told.client_tools.identity(name)) for name in wanted] == wanted
 
 
+def test_too_many_tools_are_refused_before_each_has_a_name(client):
+    """The names of all of these are alike, so that each would be compared with all before it."""
+    tools = [space(chr(256 + i), function("a")) for i in range(4000)]
+    refused = client.post(ROUTE, json={"input": [added(*tools), USER]})
+    assert refused.status_code == 400
+    assert "at most 256 are allowed together" in refused.json()["error"]["message"]
+    same = [added(function("a"))] * 300
+    assert names(body(*same)) == ["a"]
+
+
 def test_the_newest_definition_holds():
     told = body(added(function("a", description="new")), tools=[function("a", description="old")])
     assert [tool.function.description for tool in told.conversation().functions] == ["new"]

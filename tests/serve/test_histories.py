@@ -82,6 +82,13 @@ def items(output: Any) -> list[dict[str, Any]]:
             "messages.0.content.0.image",
         ),
         (MESSAGES, [user(IMAGE), HELLO], [user(text(SEEN)), HELLO], "messages.0.content.0.image"),
+        # A message that was refused, and the next one, which Claude Code joins.
+        (
+            MESSAGES,
+            [user(text("?"), IMAGE, text("never mind"))],
+            [user(text(f"?{SEEN}never mind"))],
+            "messages.0.content.1.image",
+        ),
         # A tool's picture may stand beside its result.
         (
             MESSAGES,
@@ -131,7 +138,7 @@ def test_a_text_stands_in_the_place_of_a_picture(client, server: Running, route,
     [
         (CHAT, [user(text("?"), URL)], "messages.0.content.1: is not text; this server takes no images"),
         (CHAT, [user(URL), answer("a"), user(URL)], "messages.2.content.0: is not text"),
-        (MESSAGES, [HELLO, answer("a"), user(IMAGE, text("?"))], "messages.2.content.0: is not text"),
+        (MESSAGES, [HELLO, answer("a"), user(text("?"), IMAGE)], "messages.2.content.1: is not text"),
         (RESPONSES, [HELLO, user(text("?", "input_text"), INPUT)], "input.1.content.1: is not text"),
         (
             RESPONSES,
@@ -199,6 +206,13 @@ def test_parts_of_unknown_types_are_left_out_or_read_by_their_text(client):
         assert count(client, route, [user(text("a"), later, text("b", "new_text"))]) == count(
             client, route, [user(text("ab"))]
         )
+
+
+def test_a_thought_with_a_part_of_an_unknown_type(client):
+    thought = {"type": "reasoning", "summary": [text("s", "summary_text"), {"type": "of_next_year"}]}
+    plain = {**thought, "summary": thought["summary"][:1]}
+    turns = [[HELLO, one, answer("a"), HELLO] for one in (thought, plain)]
+    assert count(client, RESPONSES, turns[0]) == count(client, RESPONSES, turns[1])
 
 
 @pytest.mark.parametrize(
