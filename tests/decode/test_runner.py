@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtp_jax.api.local import local_runner
+from mtp_jax.api.local import local_runner, make_runner
 from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.drafter.recursive import DEFERRED
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
@@ -244,7 +244,7 @@ def test_tools_need_the_runner_of_this_process():
 
 def test_pages_need_a_program():
     with pytest.raises(ConfigError, match="PageKey"):
-        make_engine(num_pages=18).runner.do(ReadPages(0, (0,)))
+        make_runner(TINY, tiny_params(), engine_config()).do(ReadPages(0, (0,)))  # no engine's programs
 
 
 # Round trips
