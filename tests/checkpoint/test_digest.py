@@ -1,12 +1,14 @@
 """Digests of checkpoint folders: any bit of any tensor changes them; the place of tensors does not."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mtp_jax.checkpoint.digest import digest, folder_digest, folder_sizes, tensors_of
+from mtp_jax.checkpoint.digest import Part, digest, folder_digest, folder_sizes, tensors_of
 from mtp_jax.checkpoint.folder import as_folder, open_folder
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError
@@ -104,3 +106,12 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(CheckpointError, match=r"model.safetensors .* damaged"):
         folder_digest(tmp_path)
+
+
+def test_a_part_that_cannot_be_read_is_an_error():
+    def broken() -> Iterator[np.ndarray]:
+        raise OSError("I/O error")
+
+    whole = Part("a", lambda: iter([np.zeros(1, np.uint8)]))
+    with pytest.raises(OSError, match="I/O"):
+        digest([whole, Part("b", broken)])
