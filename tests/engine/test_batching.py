@@ -166,8 +166,8 @@ def test_requests_join_and_leave_a_running_batch():
     ],
 )
 def test_pages_and_chunks(page_size, chunk):
-    engine = widest(page_size=page_size, prefill_chunk=chunk)
-    check(serve(engine, [(p, GREEDY) for p in PROMPTS[4:]], compiled=True))
+    engine = make_engine(page_size=page_size, prefill_chunk=chunk)
+    check(serve(engine, [(p, GREEDY) for p in PROMPTS[4:]]))
 
 
 @rest
