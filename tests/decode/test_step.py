@@ -57,9 +57,10 @@ def test_the_test_has_power():
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", ["sampled", "greedy"])
 def test_block_verification_accepts_at_least_as_much(drafting):
-    """arXiv 2403.10444, Theorem 2, up to sampling noise."""
-    block, rejection = (emitted(drafting, v).accepted.mean() for v in ("block", "rejection"))
-    assert block > rejection - 0.02
+    """arXiv 2403.10444, Theorem 2, up to sampling noise: three standard errors of the difference."""
+    block, rejection = (emitted(drafting, v).accepted for v in ("block", "rejection"))
+    error = np.sqrt(sum(each.var() / each.size for each in (block, rejection)))
+    assert block.mean() > rejection.mean() - 3 * error
 
 
 @pytest.mark.slow
