@@ -60,6 +60,7 @@ LINE_OF = LINES_OF.reduce(0)
 WGMMA_ROWS = 64
 # jax 0.10 interprets no product of a transposed operand, and loads want an index of their own.
 _JAX_0_11 = hasattr(plgpu, "InterpretGPUParams")
+_STORE: Callable[..., None] | None = getattr(plgpu, "store", None)  # from jax 0.12 on
 # Widest shared-memory row that a tensor-core operand of 128-byte swizzle has.
 SWIZZLE = 128
 # Bytes of shared memory that one thread block of a Hopper GPU can have.
@@ -205,8 +206,7 @@ def store(ref: Ref, x: jax.Array) -> None:
     Lanes of a layout that suits a kernel's reads may write less than a sector of memory together, which jax
     0.12 accepts only from a store that says so. Earlier releases have no such store.
     """
-    if jax.__version_info__ < (0, 12):
+    if _STORE is None:
         ref[...] = x
     else:
-        write: Any = getattr(plgpu, "store")  # noqa: B009 - unknown to earlier releases
-        write(ref, x, optimized=False)
+        _STORE(ref, x, optimized=False)

@@ -38,7 +38,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
     JAX has one such folder per process, so all models use the newest model's. None: the folder that JAX had
     before.
 
-    A folder that is created is 0700. Below one that others own or can write to, such as a volume of
+    A new folder is 0700. Below a folder that other users own or can write to, such as a volume of
     Kubernetes, programs lie in a folder of this user's own, ``mtp-jax-UID``. A folder that cannot be used
     safely is not used, and a read-only folder gets no new programs: either is a warning.
     """
@@ -82,7 +82,7 @@ def compile_cache() -> Path | None:
 def _open(path: Path) -> Path:
     """The folder of programs below a folder, by a name at which it stays. Raises OSError."""
     if not hasattr(os, "geteuid"):
-        raise OSError("nobody can say on this system who may write to it")
+        raise OSError("on this system nothing tells which users may write to it")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     where = Path(os.path.realpath(path))
     opened = [os.open(where, os.O_RDONLY | os.O_DIRECTORY)]
@@ -105,7 +105,7 @@ def _open(path: Path) -> Path:
 
 
 def _is_ours(folder: int) -> bool:
-    """Whether this user or root has an open folder, and nobody else may write to it."""
+    """Whether this user or root owns an open folder, and no other user may write to it."""
     info = os.fstat(folder)
     return info.st_uid in (os.geteuid(), 0) and not info.st_mode & _OTHERS_MAY_WRITE
 
@@ -140,7 +140,7 @@ def _empty(folder: int) -> None:
 
 
 def _stays(path: Path) -> bool:
-    """Whether nobody but this user and root can put another folder at a path without links."""
+    """Whether only this user and root can put another folder at a path without links."""
     above = [folder.stat() for folder in path.parents]
     return all(
         info.st_uid in (os.geteuid(), 0)

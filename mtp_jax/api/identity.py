@@ -28,7 +28,7 @@ class NewWeights:
 
     Attributes:
         params: the parameters, without the drafter's if these stay.
-        digests: digests of their tensors; None where nobody asks for the weights' identity.
+        digests: digests of their tensors; None where no hand-over and no host compares them.
     """
 
     params: Params

@@ -65,7 +65,7 @@ def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
 def of_trunk(params: Params, size: Measure = nbytes) -> Size:
     """The size of decoder blocks and final norm, without tables: an embedding costs only its rows.
 
-    The blocks may be those of a runner, in which layers alike are a stack.
+    A runner's blocks count, too: layers alike are a stack there.
     """
     sizes = (of_layer(_shapes(tree, len(at)), size) for tree, at in each(params.layers))
     return sum(sizes, Size(size(params.norm)))

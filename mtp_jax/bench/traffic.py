@@ -16,7 +16,7 @@ Message = dict[str, str]
 Prompt = str | list[int] | list[Message]
 Arrivals = Literal["poisson", "fixed"]
 _USERS = ("human", "user")
-_SHOWN = 400  # characters of a file's categories in a message
+_SHOWN = 400  # characters of a file's categories in a message: five lines of a terminal
 _WORD_LETTERS = 5  # letters of an English word, about (Norvig, "English Letter Frequency Counts", 2012: 4.79)
 
 

@@ -114,11 +114,7 @@ def head_config(
     maps = _IDS in tensors or vocabulary != cfg.vocab_size
     narrower = width != cfg.hidden_size
     sizes = _layer_config(layer, vocabulary, blocks, _layers(tensors))
-    head = (_block_head if blocks else _eagle3)(said, sizes, cfg.num_hidden_layers, captures)
-    if isinstance(head, BlockConfig) and head.mask >= cfg.vocab_size:
-        raise ConfigError(
-            f"mask_token_id = {head.mask} of a head; expected a token of the model, 0 to {cfg.vocab_size - 1}"
-        )
+    head = (_block_head if blocks else _eagle3)(said, sizes, cfg, captures)
     own = maps or narrower or _OUT in tensors or not (blocks or tensors)
     return replace(head, maps=maps, embeds=narrower or _EMBED in tensors, heads=own)
 
@@ -142,7 +138,10 @@ def _flag(said: JsonObject, name: str, default: bool = False) -> bool:
     return value
 
 
-def _eagle3(said: JsonObject, layer: ModelConfig, layers: int, captures: Captures | None) -> Eagle3Config:
+def _eagle3(
+    said: JsonObject, layer: ModelConfig, trunk: ModelConfig, captures: Captures | None
+) -> Eagle3Config:
+    layers = trunk.num_hidden_layers
     if said.get("use_aux_hidden_state", True) is not True:
         raise ConfigError("use_aux_hidden_state = false is not supported; expected a head that reads taps")
     if layer.num_hidden_layers != 1:
@@ -169,7 +168,9 @@ def _eagle3(said: JsonObject, layer: ModelConfig, layers: int, captures: Capture
     )
 
 
-def _block_head(said: JsonObject, layers: ModelConfig, trunk: int, captures: Captures | None) -> BlockConfig:
+def _block_head(
+    said: JsonObject, layers: ModelConfig, trunk: ModelConfig, captures: Captures | None
+) -> BlockConfig:
     for key, neutral in _NEUTRAL.items():
         if said.get(key, neutral) != neutral:
             raise ConfigError(f"{key} = {said[key]!r:.80} of a head is not supported; expected {neutral}")
@@ -194,9 +195,9 @@ def _block_head(said: JsonObject, layers: ModelConfig, trunk: int, captures: Cap
     key = "target_layer_ids" if "target_layer_ids" in said else "aux_hidden_state_layer_ids"
     return BlockConfig(
         layers=layers,
-        taps=_taps(said, key, trunk, captures or "outputs"),
+        taps=_taps(said, key, trunk.num_hidden_layers, captures or "outputs"),
         block=whole("block_size", 1 if anchored else 2, _MOST_BLOCK),
-        mask=whole("mask_token_id", 0),
+        mask=whole("mask_token_id", 0, trunk.vocab_size - 1),  # a token of the model
         anchored=anchored,
         convolution=convolution,
         selector=selector,

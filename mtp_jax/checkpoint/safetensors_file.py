@@ -33,7 +33,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }  # fmt: skip
 _LENGTH = 8  # bytes before the header, with its length
-_LONGEST_SHOWN = 200  # characters of a name
+_LONGEST_SHOWN = 200  # characters of a name: releases have 100 at most
 _MOST_HEADER = 100_000_000  # bytes: the library refuses a longer header by its length
 
 

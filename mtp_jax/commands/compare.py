@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 _CHANCE = 0.05  # of a difference that is none: the usual level of significance
 _LEAST = math.ceil(math.log2(2 / _CHANCE))
 """Runs of each side, all of which one side must win to be faster."""
-_MOST = 15  # where they do not all agree: the slower side may win three of these
+# Where they do not all agree: the fewest runs of which the slower side may win three.
+_MOST = 15
 
 
 @dataclass(frozen=True)

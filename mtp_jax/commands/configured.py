@@ -22,7 +22,7 @@ _OTHERS = ("--api-key", "--admin-key", "--secret")
 _CLOSE = 0.9
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _ALSO = ("model", "quiet")
-_LONGEST = 160  # characters of a text in a message
+_LONGEST = 160  # characters of a text in a message: two lines of a terminal
 
 Refuse = Callable[[str], NoReturn]
 

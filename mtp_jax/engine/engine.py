@@ -221,7 +221,7 @@ class Engine:
         self.scheduler.held = False
 
     def pause(self) -> list[Request]:
-        """Serve nobody until ``Scheduler.unpause``. Returns the requests that the last launches advanced."""
+        """Launch nothing until ``Scheduler.unpause``. Returns requests that the last launches advanced."""
         advanced = self._read(len(self._inflight))
         self.scheduler.pause()
         self._refresh()

@@ -221,7 +221,7 @@ def test_names_and_keys_of_a_block_drafter_in_other_dialects(tmp_path: Path):
         ({"num_hidden_layers": 65_536}, "num_hidden_layers = 65536 of a head, whose file has 2; expected 2"),
         ({"num_hidden_layers": 1}, "num_hidden_layers = 1 of a head, whose file has 2; expected 2"),
         ({"mask_token_id": -1}, "mask_token_id = -1; expected a whole number from 0"),
-        ({"mask_token_id": 80}, "mask_token_id = 80 of a head; expected a token of the model, 0 to 79"),
+        ({"mask_token_id": 80}, "mask_token_id = 80; expected a whole number from 0 to 79"),
         ({"projector_type": "domino"}, "Domino projectors are not supported"),
         ({"markov_head_type": "gated"}, "markov_head_type = 'gated' is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 of a head is not supported"),

@@ -149,9 +149,12 @@ def odd(i: int) -> str:
     return "".join("!?~|"[i >> shift & 3] for shift in range(0, 12, 2))
 
 
+def properties(count: int) -> dict[str, Any]:
+    return {f"p{i}": {"type": "string"} for i in range(count)}
+
+
 SAME = functions_of_items(4)
 TEXT = {"type": "text", "text": "a"}
-PROPERTIES: Make = lambda n: {f"p{i}": {"type": "string"} for i in range(n)}  # noqa: E731
 CONVERSATIONS: dict[str, tuple[str, Make]] = {
     "messages": (CHAT, lambda n: {"messages": said(n)}),
     "parts": (CHAT, lambda n: {"messages": message([TEXT] * n)}),
@@ -181,7 +184,7 @@ CONVERSATIONS: dict[str, tuple[str, Make]] = {
         CHAT,
         lambda n: {
             "messages": said(1),
-            "tools": [{"type": "function", "function": {"name": "f", "parameters": PROPERTIES(n)}}],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": properties(n)}}],
         },
     ),
     "a schema": (
@@ -203,7 +206,7 @@ CONVERSATIONS: dict[str, tuple[str, Make]] = {
     "calls of items without results": (RESPONSES, lambda n: {"input": item_calls(n)[:-1]}),
     "items left out": (RESPONSES, lambda n: {"input": [{"type": "web_search_call", "id": "a"}] * n}),
     "unknown items": (RESPONSES, lambda n: {"input": [*said(n), {"type": "odd"}]}),
-    "fields of an item": (RESPONSES, lambda n: {"input": [{**said(1)[0], **PROPERTIES(n)}]}),
+    "fields of an item": (RESPONSES, lambda n: {"input": [{**said(1)[0], **properties(n)}]}),
     "included": (RESPONSES, lambda n: {"input": "q", "include": ["x.logprobs"] * n}),
     "wrongly included": (RESPONSES, lambda n: {"input": "q", "include": ["x"] * n + [1]}),
     "tools of items": (RESPONSES, lambda n: {"input": "q", "tools": [{"type": "web_search"}] * n}),
@@ -242,7 +245,7 @@ CONVERSATIONS: dict[str, tuple[str, Make]] = {
         RESPONSES,
         lambda n: {"input": [*message([{"type": "input_image", "image_url": "a"}] * n), *said(1), *said(1)]},
     ),
-    "metadata": (RESPONSES, lambda n: {"input": "q", "metadata": PROPERTIES(n)}),
+    "metadata": (RESPONSES, lambda n: {"input": "q", "metadata": properties(n)}),
     "turns": (MESSAGES, lambda n: {"messages": said(n), "max_tokens": 1}),
     "blocks": (MESSAGES, lambda n: {"messages": message([TEXT] * n), "max_tokens": 1}),
     "uses of tools": (MESSAGES, lambda n: {"messages": uses(n), "max_tokens": 1}),
