@@ -68,7 +68,7 @@ gpu-compile: $(GPU_COMPILE)/.installed
 BENCH = $(BIN)/mtp-jax bench
 
 bench: $(VENV)/.dev
-	@for p in dense moe v4; do $(BIN)/python -m mtp_jax.bench.synthetic --preset $$p --out build/bench/$$p || exit 1; done
+	@for p in dense moe v4; do $(BIN)/python -m mtp_jax.lab.bench.synthetic --preset $$p --out build/bench/$$p || exit 1; done
 	@$(BENCH) depth
 	@$(BENCH) acceptance
 	@for p in dense moe v4; do $(BENCH) window --model build/bench/$$p && \

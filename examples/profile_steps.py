@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from mtp_jax.bench.subject import load
-from mtp_jax.profiling.run import Options, profile
+from mtp_jax.lab.bench.subject import load
+from mtp_jax.lab.profiling.run import Options, profile
 
 
 def main(out: Path, model: str = "demo", steps: int = 10) -> str:

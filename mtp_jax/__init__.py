@@ -27,8 +27,6 @@ if TYPE_CHECKING:
         PromptTooLong,
         RequestError,
     )
-    from mtp_jax.handover.handover import Handover
-    from mtp_jax.handover.options import HandoverOptions
     from mtp_jax.hosts.group import Group, join
     from mtp_jax.hosts.options import Hosts
     from mtp_jax.json_object import JsonMapping, JsonObject
@@ -53,8 +51,6 @@ __all__ = [
     "EngineStats",
     "EngineStopped",
     "Group",
-    "Handover",
-    "HandoverOptions",
     "Hosts",
     "JsonMapping",
     "JsonObject",
@@ -90,8 +86,6 @@ _HOMES = {
     "Draft": "api.outputs",
     "EngineStats": "engine.stats",
     "Group": "hosts.group",
-    "Handover": "handover.handover",
-    "HandoverOptions": "handover.options",
     "Hosts": "hosts.options",
     "JsonMapping": "json_object",
     "JsonObject": "json_object",

@@ -72,7 +72,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture(scope="module", autouse=True)
 def _shapes(request: pytest.FixtureRequest) -> None:
-    room = request.path.relative_to(request.config.rootpath / "tests").parts[0]
+    room = request.path.relative_to(request.config.rootpath / "tests").parent.as_posix()
     shapes.check_in(shapes.ROOMS[0] if request.config.getoption("optimised") else room)
 
 

@@ -7,21 +7,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("foreign",),
-    ("errors", "json_object", "machine", "options"),
+    ("errors", "json_object", "machine", "options", "spread"),
     ("wire",),
     ("model", "text"),
-    ("checkpoint", "decode", "planning"),
+    ("checkpoint", "decode"),
     ("simulate", "store"),
     ("engine", "hosts"),
     ("api",),
-    ("forecast", "handover"),
-    ("__init__", "bench"),
-    ("profiling", "train"),
+    ("__init__",),
     ("commands",),
+    ("cluster", "lab"),
     ("__main__",),
 )
-# Folders of serve, lowest first.
-FLOORS = ("watch", "base", "bodies", "answers", "routes", "http", "cluster")
+# Folders of rooms that have layers of their own, lowest first.
+FLOORS = {
+    "serve": ("watch", "base", "bodies", "answers", "routes", "http"),
+    "mtp_jax.cluster": ("handover", "on_ray", "commands"),
+    "mtp_jax.lab": ("planning", "forecast", "bench", "profiling", "train", "commands"),
+}
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from tests.layers import modules
 
 # The code that computes. Elsewhere functions take what users pass, and say themselves what is wrong with it.
 CHECKED = ("kernels_pallas", "mtp_jax/decode", "mtp_jax/model")
-# The rooms of tests that trace all of it. The others trace the same functions for engines and servers.
-ROOMS = ("decode", "kernels", "model", "sharding", "train")
+# The folders of tests that trace all of it. The others trace the same functions for engines and servers.
+ROOMS = ("decode", "kernels", "model", "sharding", "lab/train")
 
 
 def check(function: Callable) -> Callable:
@@ -30,5 +30,5 @@ def install() -> None:
 
 
 def check_in(room: str) -> None:
-    """Check while tests of this room run, or let be: tracing takes a third longer with checks."""
-    config.update("jaxtyping_disable", room not in ROOMS)
+    """Check while tests of this folder run, or let be: tracing takes a third longer with checks."""
+    config.update("jaxtyping_disable", not room.startswith(ROOMS))

@@ -125,5 +125,17 @@ def test_the_table_of_layers_is_that_of_the_tree():
 
 def test_the_table_of_folders_is_that_of_the_server():
     named = re.findall(r"^\| `(\w+)` \|", section("docs/architecture.md", "The server"), re.M)
-    assert named == [*reversed(FLOORS)]
-    assert {*FLOORS} == {path.parent.name for path in (ROOT / "serve").glob("*/__init__.py")}
+    assert named == [*reversed(FLOORS["serve"])]
+
+
+def test_the_table_of_folders_is_that_of_the_laboratory_and_the_cluster():
+    layers = section("docs/architecture.md", "Layers of the code")
+    for room in ("lab", "cluster"):
+        named = re.findall(rf"^\| `{room}/(\w+)` \|", layers, re.M)
+        assert named == [*reversed(FLOORS[f"mtp_jax.{room}"])]
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_every_folder_has_a_place(room):
+    folder = ROOT / room.replace(".", "/")
+    assert {*FLOORS[room]} == {path.parent.name for path in folder.glob("*/__init__.py")}

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from mtp_jax import LLM, demo_model
-from mtp_jax.bench import machine
 from mtp_jax.checkpoint import load, save_checkpoint
+from mtp_jax.lab.bench import machine
 from mtp_jax.model import trunk
 from mtp_jax.simulate.device import Simulated
 from tests import golden, tiny_tokenizer

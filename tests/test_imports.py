@@ -5,20 +5,23 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 from tests.layers import FLOORS, LAYERS, ROOT, imports, modules
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-FLOOR = {name: floor for floor, name in enumerate(FLOORS)}
 
 # The engine is host code: it must be testable, and fast, without a device.
 WITHOUT_JAX = (
     "api.admission",
     "api.hooks",
     "api.options",
+    "cluster.handover.client",
+    "cluster.handover.messages",
+    "cluster.handover.options",
+    "cluster.handover.pages",
+    "cluster.handover.server",
     "decode.arrays",
     "decode.keys",
     "decode.launches",
@@ -30,7 +33,6 @@ WITHOUT_JAX = (
     "engine.engine",
     "engine.inputs",
     "engine.pages",
-    "engine.turns",
     "engine.request",
     "engine.results",
     "engine.sampling_params",
@@ -40,18 +42,10 @@ WITHOUT_JAX = (
     "engine.stats",
     "engine.structured",
     "engine.timings",
+    "engine.turns",
     "engine.validate",
     "errors",
     "foreign",
-    "forecast.load",
-    "forecast.plot",
-    "forecast.replay",
-    "forecast.report",
-    "handover.client",
-    "handover.messages",
-    "handover.options",
-    "handover.pages",
-    "handover.server",
     "hosts.channel",
     "hosts.ending",
     "hosts.follower_log",
@@ -60,6 +54,27 @@ WITHOUT_JAX = (
     "hosts.messages",
     "hosts.options",
     "json_object",
+    "lab.forecast.counted",
+    "lab.forecast.load",
+    "lab.forecast.plot",
+    "lab.forecast.replay",
+    "lab.forecast.report",
+    "lab.planning.check",
+    "lab.planning.declared",
+    "lab.planning.deployment",
+    "lab.planning.exchange",
+    "lab.planning.fit",
+    "lab.planning.hardware",
+    "lab.planning.launch_time",
+    "lab.planning.memory",
+    "lab.planning.plot",
+    "lab.planning.prefill",
+    "lab.planning.published",
+    "lab.planning.step_time",
+    "lab.planning.table",
+    "lab.planning.text",
+    "lab.planning.weights",
+    "lab.planning.work",
     "machine",
     "model.cache_bytes",
     "model.config",
@@ -67,30 +82,13 @@ WITHOUT_JAX = (
     "model.head_config",
     "model.head_specs",
     "model.hf_config",
-    "model.placement",
-    "model.room",
     "model.hf_quantization",
     "model.layer_specs",
+    "model.placement",
+    "model.room",
     "model.spec",
     "model.specs",
     "options",
-    "planning.check",
-    "planning.declared",
-    "planning.deployment",
-    "planning.exchange",
-    "planning.fit",
-    "planning.hardware",
-    "planning.launch_time",
-    "planning.memory",
-    "planning.plot",
-    "planning.prefill",
-    "planning.published",
-    "planning.step_time",
-    "planning.table",
-    "planning.text",
-    "planning.weights",
-    "planning.work",
-    "simulate.counted",
     "simulate.device",
     "simulate.language",
     "store.memory",
@@ -105,13 +103,13 @@ WITHOUT_JAX = (
     "text.rules",
     "text.stop_strings",
     "text.tokenizer",
-    "text.trial",
     "text.tools.conversation",
     "text.tools.formats",
     "text.tools.grammar",
     "text.tools.parser",
     "text.tools.parts",
     "text.tools.use",
+    "text.trial",
     "wire.codec",
     "wire.connection",
     "wire.door",
@@ -129,6 +127,9 @@ _NAMES = (
 )
 OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in _NAMES)
 
+# Who starts servers.
+OF_SERVERS = ("commands", "cluster")
+
 # Who asks what device a program is for: the choice of a backend. The mathematics does not.
 OF_DEVICES = "mtp_jax.model.backend"
 
@@ -139,8 +140,8 @@ OF_DRAFTING = (
     "mtp_jax.model",
     "mtp_jax.decode.drafter",
     "mtp_jax.api.score",
-    "mtp_jax.bench",
-    "mtp_jax.train",
+    "mtp_jax.lab.bench",
+    "mtp_jax.lab.train",
 )
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
@@ -173,17 +174,33 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+def faults_of_floors(room: str, module: str, source: str) -> Iterator[str]:
+    """Imports upwards between the folders of a room."""
+    floor = {name: number for number, name in enumerate(FLOORS[room])}
+    here = module.removeprefix(f"{room}.").split(".")[0]
+    if here not in (*floor, "__init__"):
+        yield f"{module}: {room}.{here} has no place in FLOORS of tests/layers.py; give it one"
+        return
+    for name in imports(module, source):
+        if name.startswith(f"{room}."):
+            other = name.removeprefix(f"{room}.").split(".")[0]
+            if floor.get(other, len(floor)) > floor.get(here, -1):
+                yield f"{module} imports {name}, which is not below it"
+
+
 def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
     here = part(module)
+    if (room := f"mtp_jax.{here}") in FLOORS:
+        yield from faults_of_floors(room, module, source)
     if here not in RANK:
-        yield f"{module}: mtp_jax.{here} has no place in LAYERS of {Path(__file__).name}; give it one"
+        yield f"{module}: mtp_jax.{here} has no place in LAYERS of tests/layers.py; give it one"
         return
     for name in imports(module, source):
         top = name.split(".")[0]
         if top == "kernels_pallas" and module not in OF_KERNELS:
             yield f"{module} imports {name}; only {' and '.join(OF_KERNELS)} may"
-        if top == "serve" and here != "commands":
-            yield f"{module} imports {name}; only mtp_jax.commands may"
+        if top == "serve" and here not in OF_SERVERS:
+            yield f"{module} imports {name}; of mtp_jax only {' and '.join(OF_SERVERS)} may"
         if top == "mtp_jax" and part(name) != here and RANK.get(part(name), len(LAYERS)) >= RANK[here]:
             yield f"{module} imports {name}, which is not below it"
         if here == "model" and name.startswith("mtp_jax.model.device") and module != OF_DEVICES:
@@ -201,14 +218,9 @@ def faults_in_kernels(module: str, source: str) -> Iterator[str]:
 
 
 def faults_in_serve(module: str, source: str) -> Iterator[str]:
-    here = module.split(".")[1]
-    if here not in (*FLOORS, "__init__"):
-        yield f"{module}: serve.{here} has no place in FLOORS of {Path(__file__).name}; give it one"
-        return
+    yield from faults_of_floors("serve", module, source)
     for name in imports(module, source):
         top, *below = name.split(".")
-        if top == "serve" and FLOOR.get(below[0], len(FLOORS)) > FLOOR.get(here, -1):
-            yield f"{module} imports {name}, which is not below it"
         inside = top == "mtp_jax" and bool(below) and (len(below) > 1 or is_module(name))
         inside &= below[:1] != ["options"]  # how they are declared, for its own, too
         if top == "kernels_pallas" or inside:
@@ -305,7 +317,9 @@ def test_no_private_jax(package):
         ("serve", "serve.http.app", "from mtp_jax.errors import RequestError"),
         ("serve", "serve.http.app", "from mtp_jax import errors"),
         ("serve", "serve.answers.calls", "from serve.routes.chat import ask"),
-        ("serve", "serve.base.state", "def f():\n    from serve import cluster"),
+        ("serve", "serve.base.state", "def f():\n    from serve import http"),
+        ("mtp_jax", "mtp_jax.lab.planning.work", "from mtp_jax.lab.bench.cost import Cost"),
+        ("mtp_jax", "mtp_jax.commands.serve", "from mtp_jax.cluster.on_ray.options import RayOptions"),
         ("serve", "serve.chat", "import json"),
     ],
 )

@@ -11,14 +11,14 @@ import pytest
 from mtp_jax import LLM, ConfigError, RequestError, SamplingParams
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.cluster.handover.options import HandoverOptions
+from mtp_jax.cluster.on_ray.options import RayOptions
 from mtp_jax.commands.options import flag_of
 from mtp_jax.engine.config import EngineConfig, EngineOptions
-from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.hosts.options import Hosts
+from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.options import check, declared, documented, narrowed, option, takes
-from mtp_jax.train.tune_options import TuneOptions
 from serve.base.settings import Settings
-from serve.cluster.options import RayOptions
 
 DOCS = Path(__file__).parent.parent / "docs" / "options.md"
 ALL = (LLMOptions, SamplingParams, Settings, QueueLimits, HandoverOptions, Hosts, RayOptions, TuneOptions)

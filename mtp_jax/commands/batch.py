@@ -3,17 +3,17 @@
 import argparse
 import asyncio
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
-from mtp_jax.commands.on_ray import ray_options
 from mtp_jax.commands.options import add_engine, add_options, chosen, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
 from serve.base.settings import Settings
-from serve.cluster.options import RayOptions
 from serve.http.in_process import Answer, post
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mtp_jax.api.progress import Reporter
     from mtp_jax.commands.batch_file import Counts
 
-_SLOTS = 8
-_ON_RAY = ("ray", "ray_address", "min_replicas", "max_replicas", "cpus", "gpus")
+SLOTS = 8
+"""``max_num_seqs`` of an engine, unless the command line gives another."""
 _RETRY_SECONDS = 1.0
 _DESCRIPTION = """\
 Answer every request of IN, a file in OpenAI's batch format: lines such as {"custom_id": "a", "method":
@@ -53,15 +53,35 @@ def register(subparsers: Subparsers) -> None:
         action="store_true",
         help="ask again what OUT says was refused with status 408, 429 or 5xx, and replace its lines",
     )
-    add_options(parser.add_argument_group("engines on Ray"), RayOptions, _ON_RAY)
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Answer the file. Returns the exit status: 1 if a line failed in this run or an earlier one."""
+@dataclass(frozen=True)
+class Work:
+    """Lines of a file to answer.
+
+    Attributes:
+        args: the command line.
+        settings: settings of the server that answers.
+        lines: number of lines without an answer.
+        counts: counts the lines.
+        report: is told of phases and lines.
+    """
+
+    args: argparse.Namespace
+    settings: Settings
+    lines: int
+    counts: "Counts"
+    report: "Reporter"
+
+
+def run(args: argparse.Namespace, answer: "Callable[[Work], str] | None" = None) -> int:
+    """Answer the file. Returns the exit status: 1 if a line failed in this run or an earlier one.
+
+    answer: answers the lines and returns a summary; None: an engine in this process does.
+    """
     from mtp_jax.commands import batch_file
 
-    options = ray_options(args)
     for path in (args.source, args.target):
         if path.exists() and not path.is_file():
             raise RequestError(
@@ -81,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
         show.note(f"{before.done} of {lines} requests done before")
     counts = batch_file.Counts()
     try:
-        return _run(args, options, settings, lines - before.done, counts)
+        work = Work(args, settings, lines - before.done, counts, reporter(args))
+        return _end(args, (answer or _answer_here)(work), counts)
     except KeyboardInterrupt:
         if not args.quiet:
             done = before.done + counts.answered
@@ -89,24 +110,15 @@ def run(args: argparse.Namespace) -> int:
         raise
 
 
-def _run(
-    args: argparse.Namespace, options: RayOptions | None, settings: Settings, lines: int, counts: "Counts"
-) -> int:
-    """Answer the lines that are left, and count them. Returns the exit status."""
-    report = reporter(args)
-    if options is not None:
-        from mtp_jax.commands.ray_batch import answer_on_ray
-
-        seconds = answer_on_ray(args, options, settings, lines, report, _SLOTS, counts)
-        return _end(args, f"{_done(counts)}; {_rate(counts, seconds)}", counts)
-    llm = open_llm(args, report, _SLOTS)
+def _answer_here(work: Work) -> str:
+    """Answer the lines by an engine in this process. Returns a summary."""
+    llm = open_llm(work.args, work.report, SLOTS)
     from mtp_jax.api.async_llm import AsyncLLM
 
     # --in-flight bounds the requests in memory, so the queue need not be bounded.
     allm = AsyncLLM(llm, max_queued_requests=2**31, max_queued_tokens=2**40)
-    in_flight = args.in_flight or 2 * llm.engine.config.max_num_seqs
-    seconds = asyncio.run(_answer(args, allm, settings, in_flight, lines, report, counts))
-    return _end(args, _summary(counts, allm, seconds), counts)
+    in_flight = work.args.in_flight or 2 * llm.engine.config.max_num_seqs
+    return _summary(work.counts, allm, asyncio.run(_answer(work, allm, in_flight)))
 
 
 def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
@@ -118,20 +130,13 @@ def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
     return 1 if counts.failed or counts.failed_before else 0
 
 
-async def _answer(
-    args: argparse.Namespace,
-    allm: "AsyncLLM",
-    settings: "Settings",
-    in_flight: int,
-    lines: int,
-    report: "Reporter",
-    counts: "Counts",
-) -> float:
-    """Answer the lines of a job, and count them. Returns seconds."""
+async def _answer(work: Work, allm: "AsyncLLM", in_flight: int) -> float:
+    """Answer the lines, and count them. Returns seconds."""
     from mtp_jax.commands import batch_file
     from serve.http.app import make_app
 
-    app = make_app(allm, settings)
+    args, counts = work.args, work.counts
+    app = make_app(allm, work.settings)
 
     async def send(url: str, body: bytes) -> Answer:
         while True:
@@ -142,16 +147,22 @@ async def _answer(
                 return answer
             await asyncio.sleep(_RETRY_SECONDS)
 
-    await allm.start(report)
+    await allm.start(work.report)
     try:
         began = time.perf_counter()
-        with report.phase("answer", "requests") as update:
+        with work.report.phase("answer", "requests") as update:
             await batch_file.run(
-                args.source, args.target, send, in_flight, lambda: update(counts.answered, lines), counts
+                args.source, args.target, send, in_flight, lambda: update(counts.answered, work.lines), counts
             )
         return time.perf_counter() - began
     finally:
         await allm.close()
+
+
+def told(counts: "Counts", seconds: float) -> str:
+    """Counts of lines, and speed."""
+    rate = f"{counts.tokens} tokens in {seconds:.1f} s: {counts.tokens / seconds:.0f} tokens/s"
+    return f"{_done(counts)}; {rate}"
 
 
 def _done(counts: "Counts") -> str:
@@ -162,14 +173,10 @@ def _done(counts: "Counts") -> str:
     return done
 
 
-def _rate(counts: "Counts", seconds: float) -> str:
-    return f"{counts.tokens} tokens in {seconds:.1f} s: {counts.tokens / seconds:.0f} tokens/s"
-
-
 def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
     """Counts of lines, speed, and the effect of speculation."""
     s = allm.stats()
-    parts = [_done(counts), _rate(counts, seconds)]
+    parts = [told(counts, seconds)]
     if s.drafts:
         positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
         length = 1 + s.accepted_tokens / s.drafts

@@ -13,25 +13,15 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
-from mtp_jax.commands import (
-    bench,
-    chat,
-    checkpoints,
-    completion,
-    generate,
-    info,
-    plan,
-    profile,
-    server,
-    train,
-    tune_head,
-)
+from mtp_jax.commands import chat, checkpoints, completion, generate, server
 from mtp_jax.commands.options import with_flags
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
 _BATCH, _SERVE = server.commands()
-_COMMANDS = (generate, _BATCH, chat, _SERVE, info, plan, train, tune_head, checkpoints, bench, profile)
+_COMMANDS = (generate, _BATCH, chat, _SERVE, checkpoints)
+_GROUP = "mtp_jax.commands"
+"""Entry points of installed packages: modules that ``register`` commands, or options of commands."""
 INTERRUPTED = 130
 _OUT_OF_MEMORY = (
     "out of device memory; lower --max-num-seqs, --max-model-len or --num-pages, or give --mesh more devices"
@@ -101,7 +91,8 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands: Subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
+    others = sorted(metadata.entry_points(group=_GROUP), key=lambda entry: entry.name)
+    for command in (*_COMMANDS, *(entry.load() for entry in others)):
         command.register(commands)
     version = commands.add_parser("version", help="print versions")
     version.set_defaults(run=_print_version)

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mtp_jax.api.progress import Reporter
-from mtp_jax.bench.report import Spread
 from mtp_jax.commands import show
 from mtp_jax.commands.options import depth, ready
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.spread import Spread
 
 if TYPE_CHECKING:
     from mtp_jax.api.completions import Prompt

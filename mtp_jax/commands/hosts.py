@@ -4,7 +4,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -20,28 +20,27 @@ if TYPE_CHECKING:
     from mtp_jax.hosts.group import Group
 
 
-SECRET = "secret_file"
-"""An option of both ``Hosts`` and ``HandoverOptions``, which share one flag."""
-
-
 def add_hosts(parser: Parser) -> None:
     """Declare the options of ``Hosts``."""
     add_options(parser.add_argument_group("hosts"), Hosts)
 
 
 def on_hosts(
-    args: argparse.Namespace, report: Reporter, completions: int, lead: "Callable[[Group | None], int]"
+    args: argparse.Namespace,
+    report: Reporter,
+    completions: int,
+    lead: "Callable[[Group | None], int]",
+    reads: Collection[str] = (),
 ) -> int:
     """Run ``lead`` on rank 0, with the group, or None without one; follow elsewhere. Returns the exit status.
 
-    Raises ConfigError. completions: as for ``open_llm``.
+    Raises ConfigError. completions: as for ``open_llm``. reads: names of options of ``Hosts`` that ``lead``
+    reads itself, so that they have an effect on one host, too.
     """
     found = given(args, Hosts)
     hosts = chosen(args, Hosts)
     if hosts.hosts == 1:
-        # A server that hands over pages needs the secret, too.
-        apart = getattr(args, "role", "both") != "both"
-        without = [name for name in found if name != "hosts" and not (apart and name == SECRET)]
+        without = [name for name in found if name != "hosts" and name not in reads]
         if without:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in without)
             raise ConfigError(f"{names} without effect on one host; add --hosts 2 or more, or leave it out")

@@ -32,7 +32,6 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import Captures
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Option, declared
-from mtp_jax.planning.published import KNOWN
 from mtp_jax.text.grammar import StructuredOutput
 from mtp_jax.text.wrong_regex import wrong_regex
 
@@ -344,7 +343,7 @@ def _structured(args: argparse.Namespace) -> StructuredOutput | None:
 def model_dir(args: argparse.Namespace) -> Path:
     """The model's directory. Raises ConfigError if there is none, or no model in it."""
     if args.model is not None and not args.model.is_dir():
-        known = f". `mtp-jax plan {args.model}` knows that name" if str(args.model) in KNOWN else ""
+        known = ". Only `mtp-jax plan` knows models by name" if len(args.model.parts) == 1 else ""
         raise ConfigError(missing_folder(args.model) + known)
     if args.model is not None:
         read_json(args.model / "config.json")

@@ -1,6 +1,8 @@
 """`mtp-jax serve`: the model behind an OpenAI-compatible HTTP API."""
 
 import argparse
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mtp_jax.api.admission import QueueLimits
@@ -8,8 +10,7 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Terminal
 from mtp_jax.api.sampling_defaults import described
 from mtp_jax.commands import show
-from mtp_jax.commands.hosts import SECRET, add_hosts, on_hosts
-from mtp_jax.commands.on_ray import ray_options
+from mtp_jax.commands.hosts import add_hosts, on_hosts
 from mtp_jax.commands.options import (
     add_engine,
     add_groups,
@@ -24,16 +25,15 @@ from mtp_jax.commands.options import (
 )
 from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.commands.server_options import KEY_VARIABLE, SLOTS, address_of, settings_of
-from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.options import declared
 from serve.base.settings import Settings
-from serve.cluster.options import RayOptions
 from serve.watch.access_log import set_up
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
-    from mtp_jax.handover.handover import Handover
     from mtp_jax.hosts.group import Group
+
+    Attach = Callable[[AsyncLLM], Mapping[str, str]]
 
 _SUBJECTS = {
     "access": (
@@ -89,31 +89,25 @@ def register(subparsers: Subparsers) -> None:
     )
     add_groups(parser, Settings, _SUBJECTS, "server", {"model_names": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
-    own = [name for name in declared(HandoverOptions) if name != SECRET]
-    add_options(parser.add_argument_group("prefill apart from decode"), HandoverOptions, own)
     add_hosts(parser)
-    add_options(parser.add_argument_group("engines on Ray"), RayOptions)
     parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve until a signal, or follow rank 0. Returns the exit status."""
+def run(
+    args: argparse.Namespace, attach: "Attach | None" = None, reads_of_hosts: Collection[str] = ()
+) -> int:
+    """Serve until a signal, or follow rank 0. Returns the exit status.
+
+    attach: is given the engine before it starts, to hang in hooks; returns rows of the summary.
+    reads_of_hosts: names of options of ``Hosts`` that ``attach`` reads, too.
+    """
     report = reporter(args)
-    if (options := ray_options(args)) is not None:
-        from mtp_jax.commands.ray_serve import serve_on_ray
-
-        return serve_on_ray(args, report, options)
-    return on_hosts(args, report, SLOTS, lambda group: _serve(args, report, group))
+    return on_hosts(args, report, SLOTS, lambda group: _serve(args, report, group, attach), reads_of_hosts)
 
 
-def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") -> int:
+def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None", attach: "Attach | None") -> int:
     settings = settings_of(args)
     limits = chosen(args, QueueLimits)
-    # The secret is the group's where there is no hand-over.
-    both = getattr(args, "role", "both") == "both"
-    apart = chosen(args, HandoverOptions, [SECRET] if both else [])
-    if apart.apart:
-        apart.secret()  # raises its error before weights are read
     engine_options(args, SLOTS)  # both raise their errors before the slow import
     check_folders(args)
     with report.phase("import server"):
@@ -121,14 +115,13 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
     with listen(settings) as listener:
         llm = open_llm(args, report, SLOTS, group)
         from mtp_jax.api.async_llm import AsyncLLM
-        from mtp_jax.handover.handover import Handover
 
         allm = AsyncLLM(llm, limits.max_queued_requests, limits.max_queued_tokens)
-        handover = Handover(allm, apart) if apart.apart else None
+        attached = attach(allm) if attach else {}
         address = address_of(settings, listener.getsockname()[1])
         set_up(args.quiet, settings.access_log)
         if not args.quiet:
-            show.note(summary(allm, settings, address, handover))
+            show.note(summary(allm, settings, address, attached))
 
         def ready() -> None:
             if isinstance(report, Terminal):
@@ -137,8 +130,10 @@ def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None") ->
         return serve(allm, settings, listener, report, ready)
 
 
-def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Handover | None" = None) -> str:
-    """The model and its settings, a line per subject."""
+def summary(
+    allm: "AsyncLLM", settings: Settings, address: str, more: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The model and its settings, a line per subject; ``more``: further lines by subject."""
     from mtp_jax.api.compile_cache import compile_cache
 
     llm, about = allm.llm, allm.about
@@ -167,6 +162,4 @@ def summary(allm: "AsyncLLM", settings: Settings, address: str, handover: "Hando
     }
     if about.simulated:
         del rows["programs"]  # there are no programs
-    if handover:
-        rows["role"] = handover.describe()
-    return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
+    return "\n".join(f"{name:<10}{text}" for name, text in (rows | dict(more)).items())

@@ -25,7 +25,7 @@ class Command(Protocol):
 
 def commands() -> tuple[Command, Command]:
     """`batch` and `serve`. Does not execute another module of the name ``serve``."""
-    other = _other()
+    other = hidden_by()
     if other is not None:
         return _Refused("batch", other), _Refused("serve", other)
     from mtp_jax.commands import batch, serve
@@ -33,7 +33,7 @@ def commands() -> tuple[Command, Command]:
     return batch, serve
 
 
-def _other() -> str | None:
+def hidden_by() -> str | None:
     """The file that `import serve` would execute instead of ours; None: the file is ours, or absent."""
     spec = find_spec("serve")
     if spec is None or spec.origin is None or Path(spec.origin).resolve() == _OWN.resolve():

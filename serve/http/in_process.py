@@ -19,7 +19,7 @@ class Call:
     Attributes:
         query: text behind the question mark.
         client: address and port of the client.
-        prefixes: digests of the prompt's beginnings, for routers (``serve/cluster/prefixes.py``).
+        prefixes: digests of the prompt's beginnings, for routers (``mtp_jax/cluster/on_ray/prefixes.py``).
     """
 
     method: str

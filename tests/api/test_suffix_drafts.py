@@ -7,9 +7,9 @@ import pytest
 
 from mtp_jax import LLM, SamplingParams, Speculation
 from mtp_jax.api.demo import demo_model
-from mtp_jax.bench import corpus
 from mtp_jax.decode.drafter.suffix import SHORTEST
 from mtp_jax.decode.keys import Source
+from mtp_jax.lab.bench import corpus
 
 # What they do to a text is shown by tests/decode/drafter on small models: this is of the embedded one.
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves
 from tests.checkpoint.files import assert_same, copy_folder, edit_json, edit_tensors, read_folder
-from tests.planning.releases import write
+from tests.lab.planning.releases import write
 from tests.v4 import DSPARK, Arrays, by_name, v4_config, v4_tensors, write_v4
 
 TABLE = "layers.0.ffn.gate.tid2eid"

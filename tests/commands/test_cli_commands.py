@@ -165,7 +165,7 @@ def test_a_folder_without_a_model_is_told_as_such(capsys, tmp_path):
 
 
 def test_train(capsys, monkeypatch, tmp_path):
-    from mtp_jax.train import loop
+    from mtp_jax.lab.train import loop
 
     recipe = Path(mtp_jax.__file__).parent.parent / "configs" / "demo" / "train.toml"
     monkeypatch.setattr(loop, "train", lambda recipe, out, packages_dir: out / "model")
@@ -175,7 +175,7 @@ def test_train(capsys, monkeypatch, tmp_path):
 
 def test_train_without_its_packages(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
-    for name in [n for n in sys.modules if n.startswith("mtp_jax.train.")]:
+    for name in [n for n in sys.modules if n.startswith("mtp_jax.lab.train.")]:
         monkeypatch.delitem(sys.modules, name)
     recipe = Path(mtp_jax.__file__).parent.parent / "configs" / "demo" / "train.toml"
     assert cli.main(["train", "--config", str(recipe), "--out", "o"]) == 2
@@ -188,6 +188,22 @@ def test_version(capsys):
     for argv in (["version"], ["--version"]):
         assert cli.main(argv) == 0
         assert capsys.readouterr().out.startswith("mtp-jax ")
+
+
+def test_another_package_adds_a_command_and_an_option(capsys, monkeypatch):
+    """As the laboratory and the cluster do."""
+
+    def register(subparsers):
+        subparsers.add_parser("greet", help="say hello").set_defaults(run=lambda args: print("hello") or 0)
+        subparsers.choices["generate"].add_argument("--shout", action="store_true")
+
+    entry = SimpleNamespace(name="greeting", load=lambda: SimpleNamespace(register=register))
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [entry])
+    assert cli.main(["greet"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert cli.main(["generate", "--help"]) == 0
+    assert "--shout" in capsys.readouterr().out
+    assert cli.main(["bench"]) == 2  # the laboratory is not hung in
 
 
 def test_ctrl_c_and_system_errors(capsys, monkeypatch):

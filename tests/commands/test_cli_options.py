@@ -11,14 +11,14 @@ import mtp_jax.api.llm
 from mtp_jax import SamplingParams
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.cluster.handover.options import HandoverOptions
+from mtp_jax.cluster.on_ray.options import RayOptions
 from mtp_jax.commands import cli, options
 from mtp_jax.errors import RequestError
-from mtp_jax.handover.options import HandoverOptions
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import declared
 from mtp_jax.text.grammar import StructuredOutput
 from serve.base.settings import Settings
-from serve.cluster.options import RayOptions
 from tests import golden
 
 V3 = golden.model_dir("v3")

@@ -52,11 +52,11 @@ class Finder:
 if how == "with a handler":
     signal.signal(signal.SIGINT, handled)
 if how == "afterwards":
-    from mtp_jax.commands import info
+    from mtp_jax.lab.commands import info
 
     info.run = lambda args: (__import__(module), press())
 if how == "in a later collection":
-    from mtp_jax.commands import info
+    from mtp_jax.lab.commands import info
 
     info.run = lambda args: (__import__(module), gc.callbacks.append(press), gc.collect(), time.sleep(60))
 sys.meta_path.insert(0, Finder())

@@ -9,8 +9,8 @@ import subprocess
 import pytest
 
 from mtp_jax.commands import cli
+from tests.lab.planning.releases import write
 from tests.layers import ROOT
-from tests.planning.releases import write
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mtp_jax.bench import cost
-from mtp_jax.bench.synthetic import preset
 from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.lab.bench import cost
+from mtp_jax.lab.bench.synthetic import preset
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.cache import LayerCache, PagedView
@@ -26,7 +26,7 @@ PAGE, WINDOW = 64, 4
 
 
 def config(layers: int, topk: int) -> ModelConfig:
-    """The synthetic model of `mtp_jax.bench`, with an indexer of DeepSeek-V3.2's proportions."""
+    """The synthetic model of `mtp_jax.lab.bench`, with an indexer of DeepSeek-V3.2's proportions."""
     index = IndexerConfig(heads=8, dim=64, topk=topk, shared=(False,) * layers)
     dense = replace(preset("dense").config, num_nextn_predict_layers=0, nextn_moe=())
     return replace(dense, num_hidden_layers=layers, first_k_dense_replace=layers, indexer=index)

@@ -12,11 +12,11 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.api.propose import propose
-from mtp_jax.bench.synthetic import chain, rigged_params, with_noise
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
+from mtp_jax.lab.bench.synthetic import chain, rigged_params, with_noise
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import xla
 from mtp_jax.model.config import ModelConfig

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from kernels_pallas.deviceless import target
-from mtp_jax.bench.shapes import v3
+from mtp_jax.lab.bench.shapes import v3
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import mosaic_gpu
 from mtp_jax.model.cache import LayerCache, PagedView

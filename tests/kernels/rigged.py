@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mtp_jax.bench.synthetic import preset, rigged_params
+from mtp_jax.lab.bench.synthetic import preset, rigged_params
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import FP8_BLOCK, Fp8
 from mtp_jax.model.params import Params, Spec, param_specs

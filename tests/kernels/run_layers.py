@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.checking.verify import distance
-from mtp_jax.bench.random_weights import random_params
-from mtp_jax.bench.shapes import INDEXER
 from mtp_jax.engine.config import KernelChoice
+from mtp_jax.lab.bench.random_weights import random_params
+from mtp_jax.lab.bench.shapes import INDEXER
 from mtp_jax.model.backend import backend
 from mtp_jax.model.device import is_hopper
 from mtp_jax.model.products.stream import plus, stream

@@ -7,8 +7,8 @@ from kernels_pallas.checking.registry import cases
 from kernels_pallas.checking.verify import verify
 from mtp_jax import LLM, SamplingParams
 from mtp_jax.api.local import local_engine
-from mtp_jax.bench.synthetic import chain, complete, random_prompts
 from mtp_jax.engine.config import EngineConfig
+from mtp_jax.lab.bench.synthetic import chain, complete, random_prompts
 from mtp_jax.model.device import is_hopper
 from tests.kernels import rigged
 

@@ -11,8 +11,8 @@ from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.cache_bytes import slot_bytes, token_bytes
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.trunk import Model
+from tests.lab.planning.releases import write
 from tests.models import TINY
-from tests.planning.releases import write
 from tests.v4 import v4_config
 
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.bench.cost import of_trunk
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.checkpoint.int4 import dequantise
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.errors import ConfigError
+from mtp_jax.lab.bench.cost import of_trunk
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.narrow import Int4, expand, is_narrow

@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mtp_jax import LLM
-from mtp_jax.bench import endpoint, traffic
-from mtp_jax.bench.endpoint import Drafted, address
 from mtp_jax.commands import cli
 from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.lab.bench import endpoint, traffic
+from mtp_jax.lab.bench.endpoint import Drafted, address
 from tests.models import slowed
 from tests.serve.conftest import Running, start
 

@@ -36,7 +36,7 @@ from tests.serve.conftest import Running
         (["--served-model-name", ""], "expected 1 to 256 characters each"),
         (["--prot"], "unrecognized arguments: --prot; do you mean --port?; see `mtp-jax serve --help`"),
         (["/no/such/model"], "not a directory"),
-        (["deepseek-r1"], "`mtp-jax plan deepseek-r1` knows that name"),
+        (["deepseek-r1"], "Only `mtp-jax plan` knows models by name"),
         (["--draft-model", "/no/such/head"], "/no/such/head is not a directory"),
         (["--per-request-spec-decode-metrics", "all"], "--help"),
     ],

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
+from mtp_jax.cluster.handover.handover import Handover
 from mtp_jax.engine.speculation import Speculation
-from mtp_jax.handover.handover import Handover
 from serve.watch.metrics import Metrics
 from tests.serve.helpers import still_metrics
 

@@ -5,8 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from mtp_jax.bench.report import environment, write
 from mtp_jax.commands.parser import positive_number
+from mtp_jax.lab.bench.report import environment, write
 from tests.soak import run
 
 _FEW_PAGES = ["--max-model-len", "252", "--page-size", "16", "--num-pages", "24"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mtp_jax.bench import corpus
+from mtp_jax.lab.bench import corpus
 
 Kind = Literal["valid", "aborted", "invalid"]
 _INVALID_SHARE, _ABORTED_SHARE = 0.1, 0.2

@@ -20,8 +20,8 @@ from typing import IO
 
 import httpx2
 
-from mtp_jax.bench.report import Report
 from mtp_jax.errors import MtpJaxError
+from mtp_jax.lab.bench.report import Report
 from tests.soak.answers import Got, ask, faults
 from tests.soak.own_server import MODEL_NAME, OwnServer, metrics, own_server
 from tests.soak.requests import Asked, make, probe, texts, without_drafts

@@ -1,0 +1,135 @@
+"""Acceptance of drafts on held-out text, greedy and sampled, and the quality of the model's text.
+
+Greedy text of a small model runs into loops, and loops are easy to predict: the share of repeated text stands
+beside every acceptance length, and sampled text shows the acceptance without loops. Bits per byte measure how
+well the model predicts text that it did not write.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from mtp_jax.api.llm import LLM
+from mtp_jax.api.local import local_runner
+from mtp_jax.api.outputs import RequestOutput
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.engine.speculation import Speculation
+from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
+from mtp_jax.lab.bench import bits
+from mtp_jax.lab.bench.report import Report
+from mtp_jax.lab.bench.subject import Subject, directory_of, prompts_for
+
+_GRAM = 8
+
+
+def repeated(tokens: Sequence[int], gram: int = _GRAM) -> float:
+    """The share of runs of ``gram`` tokens that came before in the same text; 0 for a text too short."""
+    grams = [tuple(tokens[i : i + gram]) for i in range(len(tokens) - gram + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def run(
+    model: str,
+    temperatures: Sequence[float],
+    depth: int,
+    prompts: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    samples: int,
+    pieces: int,
+) -> Report:
+    """Complete every prompt at every temperature, eight at a time, up to end-of-text; show the first text.
+
+    pieces: number of held-out texts to score.
+    """
+    if depth < 1:
+        raise ConfigError(f"depth = {depth}; expected at least 1: without drafts there is nothing to accept")
+    directory = directory_of(model)
+    llm = LLM(
+        directory,
+        num_speculative_tokens=depth,
+        max_num_seqs=8,
+        max_model_len=prompt_tokens + max_tokens,
+        compile_cache=None,
+    )
+    subject = Subject(model, directory, llm.config, local_runner(llm.engine).params, llm.engine.config.dtype)
+    given = prompts_for(subject, prompts, prompt_tokens)
+    text = bits.held_out(llm, pieces)
+    levels, rows, quotes = [], [], []
+    for temperature in temperatures:
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i) for i in range(prompts)
+        ]
+        outputs = llm.generate(given.ids, params)
+        found = {"temperature": temperature, **figures_of(outputs, depth)}
+        texts = [_sample(llm, o) for o in outputs[:samples]]
+        levels.append(found | {"samples": texts})
+        rows.append(
+            (
+                f"{temperature:g}",
+                f"{found['acceptance_length']:.3f}",
+                *(f"{p:.3f}" for p in found["acceptance_per_position"]),
+                f"{found['repeated']:.0%}",
+                f"{found['completions_that_repeat']:.0%}",
+                f"{text.per_byte:.3f}" if text else "-",
+            )
+        )
+        for t in texts:
+            label = f"temperature {temperature:g}, acceptance length {t['acceptance_length']:.2f}"
+            quotes.append(f"[{label}] {t['prompt']!r}\n  -> {t['completion']!r}")
+    positions = [f"draft {i + 1}" for i in range(depth)]
+    headers = (
+        "temperature",
+        "acceptance length",
+        *positions,
+        f"repeated {_GRAM}-grams",
+        "completions that repeat one",
+        "bits per byte",
+    )
+    note = (
+        f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), up to {max_tokens} tokens each, "
+        f"depth {depth}, batch 8. draft i: share of steps in which drafts 1 to i were all accepted."
+    )
+    figures = {"temperatures": levels, "held_out_text": _held_out(text)}
+    return Report(f"Acceptance: {model}", headers, rows, [note, _about(text), *quotes], figures)
+
+
+def _held_out(text: bits.Bits | None) -> JsonObject | None:
+    return None if text is None else {"bits_per_byte": text.per_byte, **asdict(text)}
+
+
+def _about(text: bits.Bits | None) -> str:
+    """A note on the column of bits per byte."""
+    if text is None:
+        return "bits per byte: not measured, the model has no tokenizer."
+    return (
+        f"bits per byte: of the model, at every temperature the same: -log2 p of {text.tokens:,} tokens over "
+        f"their {sum(text.bytes):,} UTF-8 bytes, teacher-forced, in {len(text.bits)} pieces of "
+        f"{text.context} tokens from standard library files held out of the embedded model's training; a "
+        "piece's first token is given, and no token sees another piece."
+    )
+
+
+def figures_of(outputs: Sequence[RequestOutput], depth: int) -> JsonObject:
+    """Figures at one temperature: acceptance and repetition of completions of this depth."""
+    spec = sum((o.speculation for o in outputs), Speculation())
+    accepted = [*spec.accepted_per_position, *[0] * depth][:depth]
+    tokens = [o.outputs[0].token_ids for o in outputs]
+    return {
+        "acceptance_length": spec.acceptance_length,
+        "acceptance_per_position": [n / max(spec.steps, 1) for n in accepted],
+        "per_prompt": [o.speculation.acceptance_length for o in outputs],
+        "repeated": sum(map(repeated, tokens)) / len(tokens),
+        "completions_that_repeat": sum(repeated(t) > 0 for t in tokens) / len(tokens),
+        "steps": spec.steps,
+        "tokens": sum(map(len, tokens)),
+    }
+
+
+def _sample(llm: LLM, output: RequestOutput) -> JsonObject:
+    done = output.outputs[0]
+    return {
+        "prompt": llm.tokenizer.decode(output.prompt_token_ids) if llm.tokenizer else output.prompt_token_ids,
+        "completion": done.text if llm.tokenizer else done.token_ids,
+        "acceptance_length": output.speculation.acceptance_length,
+    }

@@ -1,0 +1,104 @@
+"""The subject of a measurement: a model in memory, engines over it, and prompts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import jax
+from tokenizers import Tokenizer
+
+from mtp_jax import checkpoint
+from mtp_jax.api.demo import demo_model
+from mtp_jax.api.local import local_engine
+from mtp_jax.decode.law import Asked
+from mtp_jax.engine.config import Dtype, EngineConfig
+from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import ConfigError
+from mtp_jax.lab.bench import corpus
+from mtp_jax.lab.bench.synthetic import random_prompts
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.params import Params
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model; engines of several depths share its parameters."""
+
+    name: str
+    directory: Path
+    config: ModelConfig
+    params: Params
+    dtype: Dtype
+
+    def engine(
+        self,
+        depth: int,
+        slots: int,
+        max_model_len: int,
+        adaptive: bool = False,
+        synthetic_acceptance: Asked | None = None,
+    ) -> Engine:
+        """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
+
+        It keeps no prefixes: the same prompts are measured again and again. synthetic_acceptance: at depths
+        above 0. Raises ConfigError for a depth above 0 of a model without NextN layers.
+        """
+        sizes = EngineConfig(
+            num_speculative_tokens=depth,
+            max_num_seqs=slots,
+            max_model_len=max_model_len,
+            page_size=self.config.usual_page,
+            dtype=self.dtype,
+            adaptive_depth=adaptive,
+            prefix_cache=False,
+            synthetic_acceptance=synthetic_acceptance if depth else None,
+        )
+        if depth:
+            return local_engine(self.config, self.params, sizes)
+        return local_engine(self.config.without_drafts(), self.params.with_drafts(), sizes)
+
+
+def directory_of(model: str) -> Path:
+    """The directory of "demo", or of a model."""
+    return demo_model() if model == DEMO else Path(model)
+
+
+def load(model: str, drafts: bool = True) -> Subject:
+    """Load "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
+
+    drafts: whether the measurement needs NextN layers.
+    """
+    directory = directory_of(model)
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = cast(Dtype, "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype)
+    loaded = checkpoint.load(
+        directory, dtype=dtype, narrow="multiplied", num_nextn_layers=None if drafts else 0
+    )
+    return Subject(model, directory, loaded.config, jax.block_until_ready(loaded.params), dtype)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of equal length, and their origin."""
+
+    ids: list[list[int]]
+    source: str
+
+
+def prompts_for(subject: Subject, count: int, length: int) -> Prompts:
+    """Prompts for the demo model: text held out of its training; for any other: random ids.
+
+    Raises ConfigError if there is not enough text.
+    """
+    if count < 1:
+        raise ConfigError(f"{count} prompts; expected at least 1")
+    if subject.name != DEMO:
+        return Prompts(random_prompts(subject.config, count, length), "random token ids, seed 0")
+    tokenizer = Tokenizer.from_file(str(subject.directory / "tokenizer.json"))
+    files = corpus.read_files()
+    held_out = corpus.split(files).held_out
+    ids = corpus.held_out_prompts(tokenizer, held_out, count, length)
+    digest = corpus.fingerprint(files)[:12]
+    return Prompts(ids, f"standard library files held out of training, corpus {digest}")

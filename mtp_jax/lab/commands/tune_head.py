@@ -1,0 +1,108 @@
+"""`mtp-jax tune-head`: tune a draft head for a model that stays as it is."""
+
+import argparse
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.commands import show
+from mtp_jax.commands.options import add_options, chosen, given, model_dir, open_llm, reporter
+from mtp_jax.commands.parser import Subparsers, add_model
+from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
+from mtp_jax.lab.train.tune_options import TuneOptions
+from mtp_jax.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from mtp_jax.api.llm import LLM
+
+_SLOTS, _MAX_TOKENS = 8, 512
+_ENGINE = (
+    *("draft_model", "draft_captures", "num_nextn_layers", "num_speculative_tokens", "mesh", "dtype"),
+    *("kv_cache_dtype", "kernels", "expert_exchange", "expert_room", "max_num_seqs", "max_model_len"),
+    *("num_pages", "memory_fraction", "prefill_chunk", "chat_template", "sampling_defaults"),
+    "compile_cache",
+)
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+_DESCRIPTION = """\
+Tune the model's NextN layers, or the head of --draft-model, on the model's own answers. Lines of FILE:
+{"messages": [...]}, {"prompt": "..."} or {"text": "..."}, or lines as `batch` reads them. The result is
+DIR/head, for --draft-model. Run it again to go on with an interrupted run."""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Declare the subcommand."""
+    parser = subparsers.add_parser(
+        "tune-head", help="tune a draft head for a model", description=_DESCRIPTION
+    )
+    add_model(parser, "directory with config.json and weights (default: the demo model)")
+    parser.add_config()
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="the texts, JSON lines")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="hidden states, checkpoints, losses, the head"
+    )
+    add_options(parser.add_argument_group("tuning"), TuneOptions)
+    own = {"max_tokens": f"{_MAX_TOKENS}", "temperature": "the model's own, else 1"}
+    add_options(parser.add_argument_group("answers"), SamplingParams, _SAMPLING, own)
+    own = {"max_num_seqs": f"{_SLOTS}"}
+    add_options(parser.add_argument_group("engine"), LLMOptions, _ENGINE, own)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but the result")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune. Returns the exit status."""
+    options, directory = chosen(args, TuneOptions), model_dir(args)
+    model = chosen(args, LLMOptions, model=directory)
+    if not model.drafts:
+        raise ConfigError("num_speculative_tokens = 0; expected 1 or more: the drafts to tune")
+    try:
+        from mtp_jax.lab.train.tune import Given, tune
+    except ModuleNotFoundError as error:
+        missing = error.name
+        raise ConfigError(f"tuning needs {missing}; install it with: pip install {missing}") from error
+    from mtp_jax.checkpoint.digest import folder_digest
+    from mtp_jax.lab.train.prompts import digest
+    from mtp_jax.model.sharding import make_mesh
+
+    report, draft_model = reporter(args), model.draft_model
+    sampling = {"max_tokens": _MAX_TOKENS} | given(args, SamplingParams)
+    facts = {
+        "prompts": digest(args.prompts),
+        "model": folder_digest(directory),
+        "head": folder_digest(Path(draft_model)) if draft_model else options.fresh,
+    }
+
+    def opened(head: Path | None) -> "LLM":
+        own = copy(args)
+        own.model, own.adaptive_depth = directory, False
+        if head is not None:
+            own.draft_model = head
+            vars(own).pop("num_nextn_layers", None)
+        elif draft_model is None and not ModelConfig.from_file(directory / "config.json").drafts:
+            own.num_speculative_tokens = 0
+        return open_llm(own, report, _SLOTS)
+
+    mesh = make_mesh(*args.mesh) if "mesh" in args else None
+    files = Given(options, replace(model, mesh=mesh), args.prompts, args.out, facts, sampling)
+    found = tune(files, opened, report)
+    show.write(_table(found) + f"{args.out / 'head'}\n")
+    return 0
+
+
+def _table(found: JsonObject) -> str:
+    """Acceptance before and after, for people."""
+    rows = [f"{'held out':<16}{'before':<32}after\n"]
+    for name, after in found["after"].items():
+        before = found["before"] and found["before"][name]
+        rows.append(f"{name:<16}{_acceptance(before):<32}{_acceptance(after)}\n")
+    return "".join(rows)
+
+
+def _acceptance(found: JsonObject | None) -> str:
+    if found is None:
+        return "no drafts"
+    return f"{found['length']:.3f} ({' '.join(f'{share:.0%}' for share in found['accepted'])})"

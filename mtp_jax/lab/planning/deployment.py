@@ -1,0 +1,159 @@
+"""A model on some GPUs, with its load; deployments that cannot be estimated are refused."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.lab.planning.fit import IMBALANCE, MEMORY_FRACTION
+from mtp_jax.lab.planning.hardware import Gpu, Rate
+from mtp_jax.lab.planning.weights import Storage
+from mtp_jax.model.cache_bytes import slot_bytes, token_bytes
+from mtp_jax.model.config import ModelConfig
+
+ExchangeWay = Literal["gather", "all-to-all", "per-expert"]
+"""The exchange: the way of rows to their experts. gather: every GPU gets all rows, and sums are reduced and
+scattered. all-to-all: a row goes once to each GPU that holds experts of it. per-expert: a row goes once for
+each of its experts, as DeepEP's low-latency kernels send it.
+"""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model, GPUs, and a load.
+
+    Attributes:
+        cfg: the model.
+        storage: formats of its weights.
+        gpu: the kind of GPU.
+        data: groups of GPUs, each with requests of its own.
+        model: GPUs in a group, which divide heads, dense layers and the vocabulary. All divide the experts.
+        hosts: NVLink domains that the GPUs are spread over.
+        requests: number of requests decoded at a time, by all GPUs together.
+        context: cached tokens of each request.
+        depth: drafts per step.
+        tokens_per_step: tokens that a request gains per step.
+        cache: "bfloat16" or "fp8".
+        attention: the format that attention multiplies. This engine first expands an FP8 cache to bfloat16.
+        redundant: second copies of experts.
+        imbalance: rows of experts of the busiest GPU over the mean.
+        exchange: the way of rows to their experts.
+        memory_fraction: the share of a GPU's memory that is used.
+        micro_batches: 1, or 2: one half is computed while the other is exchanged.
+        page_size: tokens of a page of the cache; None: the usual number.
+    """
+
+    cfg: ModelConfig
+    storage: Storage
+    gpu: Gpu
+    data: int
+    model: int = 1
+    hosts: int = 1
+    requests: int = 1
+    context: int = 4096
+    depth: int = 0
+    tokens_per_step: float = 1.0
+    cache: str = "bfloat16"
+    attention: Rate = "bf16"
+    redundant: int = 0
+    imbalance: float = IMBALANCE
+    exchange: ExchangeWay = "all-to-all"
+    memory_fraction: float = MEMORY_FRACTION
+    micro_batches: int = 1
+    page_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.data * self.model
+
+    @property
+    def busiest(self) -> int:
+        """Number of requests of the group with most."""
+        return -(-self.requests // self.data)
+
+    @property
+    def domain(self) -> int:
+        """GPUs of an NVLink domain."""
+        return self.gpus // self.hosts
+
+    @property
+    def layers(self) -> range:
+        """Layers with a cache: the trunk's, and the NextN layers if anything is drafted."""
+        return range(self.cfg.num_hidden_layers + (self.cfg.num_nextn_predict_layers if self.depth else 0))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of a cached token."""
+        page = self.page_size or self.cfg.usual_page
+        return math.ceil(sum(token_bytes(self.cfg, i, self.cache, page) for i in self.layers))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot beside its cached tokens."""
+        return sum(slot_bytes(self.cfg, i, self.cache, self.depth + 1) for i in self.layers)
+
+
+def hosts_for(gpu: Gpu, gpus: int) -> int:
+    """The fewest NVLink domains that hold ``gpus`` GPUs."""
+    return -(-gpus // gpu.domain)
+
+
+def tokens_per_step(rates: tuple[float, ...], depth: int) -> float:
+    """Tokens that a step of ``depth`` drafts emits on average.
+
+    rates: the share of drafts accepted at a position once all earlier drafts are; the last rate holds for
+    all further positions.
+    """
+    kept, total = 1.0, 1.0
+    for position in range(depth):
+        kept *= rates[min(position, len(rates) - 1)]
+        total += kept
+    return total
+
+
+def _check(d: Deployment) -> None:
+    c, gpus = d.cfg, d.gpus
+
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise ConfigError(message)
+
+    for name in ("requests", "context"):
+        need(getattr(d, name) >= 1, f"{name} = {getattr(d, name)}; expected 1 or more")
+    need(0 < d.memory_fraction <= 1, f"memory_fraction = {d.memory_fraction:g}; expected above 0, at most 1")
+    page, unit = c.usual_page if d.page_size is None else d.page_size, c.page_unit
+    need(
+        page > 0 and page % unit == 0,
+        f"page_size = {page}; expected a multiple of {unit}, such as {c.usual_page}",
+    )
+    limit = c.max_position_embeddings
+    need(d.context <= limit, f"context = {d.context}; the model has positions for {limit}")
+    need(0 <= d.depth <= 8, f"depth = {d.depth}; expected 0 to 8 drafts")
+    need(
+        not d.depth or c.num_nextn_predict_layers > 0,
+        f"depth = {d.depth}; config.json declares no NextN layer to draft with: expected depth 0",
+    )
+    need(gpus % d.hosts == 0, f"hosts = {d.hosts}; {gpus} GPUs do not divide over them")
+    least = hosts_for(d.gpu, gpus)
+    need(d.hosts >= least, f"hosts = {d.hosts}; {gpus} x {d.gpu.name.upper()} need {least} or more")
+    need(
+        d.domain % d.model == 0,
+        f"a mesh of {d.data}x{d.model} has groups of {d.model} GPUs, a host {d.domain}: expected groups that "
+        "lie within one host",
+    )
+    experts = c.n_routed_experts + d.redundant
+    need(
+        experts % gpus == 0, f"{experts} experts do not divide over {gpus} GPUs; choose a number that divides"
+    )
+    split = {"num_attention_heads": c.num_attention_heads, "intermediate_size": c.intermediate_size}
+    split |= {"moe_intermediate_size": c.moe_intermediate_size, "vocab_size": c.vocab_size}
+    split |= {"o_groups": c.compressed.groups} if c.compressed else {}
+    for name, size in split.items():
+        need(
+            size % d.model == 0,
+            f"{name} = {size} does not divide over the {d.model} GPUs of a group; choose another mesh",
+        )

@@ -1,0 +1,125 @@
+"""The head that a tuning begins with, beside the tables of its trunk; and the tuned head as a folder."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mtp_jax.api.demo import demo_model
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.checkpoint.folder import read_config
+from mtp_jax.checkpoint.head import head_config
+from mtp_jax.checkpoint.orbax_store import is_orbax
+from mtp_jax.checkpoint.read import load_folder
+from mtp_jax.checkpoint.write import save_drafter
+from mtp_jax.errors import ConfigError
+from mtp_jax.json_object import JsonObject
+from mtp_jax.lab.train.tune_options import TuneOptions
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hf_config import read_json
+from mtp_jax.model.params import NextN, Params, init_tree, param_specs
+from mtp_jax.model.sharding import check_divisible, param_sharding
+
+
+@dataclass(frozen=True)
+class Start:
+    """A head to tune.
+
+    Attributes:
+        cfg: the model with it.
+        params: its parameters in float32 and the trunk's tables; the trunk has no layers.
+        raw: the config.json of its folder.
+    """
+
+    cfg: ModelConfig
+    params: Params
+    raw: JsonObject
+
+    @property
+    def dense(self) -> "Start":
+        """The same without indexers: a window of at most ``index_topk`` tokens attends to all its rows."""
+        if self.cfg.indexer is None:
+            return self
+        return replace(
+            self, cfg=replace(self.cfg, indexer=None), params=_with_indexers(self.params, repeat(None))
+        )
+
+    def save(self, directory: Path, drafts: Any) -> None:
+        """Write the head with other parameters, which may be ``dense``."""
+        params = self.params.with_drafts(drafts)
+        if self.cfg.indexer:
+            own = (getattr(layer.layer.attention, "indexer", None) for layer in self.params.nextn)
+            params = _with_indexers(params, own)
+        save_drafter(directory, self.cfg, params, self.raw)
+
+
+def begin(model: LLMOptions, options: TuneOptions) -> Start:
+    """Load the head of a model, or make one. Raises ConfigError, CheckpointError."""
+    folder, draft_model, fresh, mesh = (
+        Path(model.model or demo_model()),
+        model.draft_model,
+        options.fresh,
+        model.mesh,
+    )
+    if is_orbax(folder):
+        raise ConfigError(f"{folder} is an Orbax folder; a head is tuned for a folder as it was released")
+    if fresh and draft_model is not None:
+        raise ConfigError(f"fresh = {fresh!r} beside draft_model = {draft_model}; leave one of them out")
+    declared, raw = read_config(folder)
+    if fresh and declared.compressed:
+        raise ConfigError(f"fresh = {fresh!r}: no head is made for DeepSeek-V4 here; name another model")
+    loaded = load_folder(
+        folder,
+        draft_model,
+        mesh=mesh,
+        num_nextn_layers=0 if fresh else model.num_nextn_layers,
+        draft_captures=model.draft_captures,
+        layers=False,
+    )
+    if not fresh:
+        if loaded.config.drafter is not None and draft_model is not None:
+            raw = read_json(Path(draft_model) / "config.json")
+        return Start(loaded.config, loaded.params, raw | _counted(loaded.config))
+    if fresh == "nextn":
+        cfg = loaded.config.with_nextn(declared.nextn_moe[:1] or (False,))
+        raw = raw | _counted(cfg)
+    else:
+        raw = _eagle3(loaded.config)
+        cfg = replace(loaded.config, drafter=head_config(raw, loaded.config, {}, None))
+    check_divisible(cfg, mesh)
+    specs = param_specs(cfg).drafts
+    where = mesh and jax.tree.map(lambda spec: param_sharding(spec, mesh), specs)
+    drafts = jax.jit(lambda key: init_tree(specs, key), out_shardings=where)(jax.random.key(options.seed))
+    return Start(cfg, loaded.params.with_drafts(drafts), raw)
+
+
+def _counted(cfg: ModelConfig) -> JsonObject:
+    """The keys of config.json that count NextN layers."""
+    count = cfg.num_nextn_predict_layers
+    return {"num_nextn_predict_layers": count, "nextn_moe": list(cfg.nextn_moe)} if count else {}
+
+
+def _eagle3(cfg: ModelConfig) -> JsonObject:
+    """The config.json of a new head: one layer with the trunk's attention and dense width."""
+    return cfg.to_dict() | {
+        "architectures": ["LlamaForCausalLMEagle3" if cfg.gqa else "Eagle3DeepseekV2ForCausalLM"],
+        "draft_vocab_size": cfg.vocab_size,
+        "num_hidden_layers": 1,
+        "norm_output": True,
+        "tie_word_embeddings": False,
+    }
+
+
+def _with_indexers(params: Params, indexers: Iterable[Any]) -> Params:
+    """Parameters whose NextN layers have these indexers."""
+
+    def one(p: NextN, indexer: Any) -> NextN:
+        attention = p.layer.attention
+        if not hasattr(attention, "indexer"):
+            return p
+        return replace(p, layer=replace(p.layer, attention=replace(attention, indexer=indexer)))
+
+    return replace(params, nextn=tuple(map(one, params.nextn, indexers)))
