@@ -61,17 +61,6 @@ def test_a_token_goes_through_the_files_that_the_readme_names(visited, tmp_path,
     assert not [name for name in named if name not in ran]
 
 
-def test_traces_name_code_that_is_there():
-    named = re.findall(
-        r"`([\w/]+\.py)(?:: ([\w.]+))?`", (ROOT / "docs/traces.md").read_text(encoding="utf-8")
-    )
-    assert len({path for path, _ in named}) > 15
-    for path, name in named:
-        source = (PACKAGE / path).read_text(encoding="utf-8")
-        for part in filter(None, name.split(".")):
-            assert re.search(rf"\b(?:def|class) {part}\b", source), (path, name)
-
-
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
 

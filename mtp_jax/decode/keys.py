@@ -250,7 +250,7 @@ class DraftKey:
 
 @dataclass(frozen=True)
 class PageKey:
-    """Two executables that read and write the contents of ``pages`` pages (see ``Runner.read_pages``)."""
+    """Two executables that read and write the contents of ``pages`` pages: ``ReadPages``, ``WritePages``."""
 
     pages: int
 

@@ -102,7 +102,7 @@ class LeaderLog:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
-        """Wait until every follower has compiled the programs of ``COMPILE`` with this number."""
+        """Wait until every follower has compiled the program with this number (``messages.Compile``)."""
         for rank in sorted(self._channels):
             self._wait(rank, messages.Compiled, messages.Compiled(job))
 
