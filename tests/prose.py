@@ -16,7 +16,7 @@ def sources() -> list[Path]:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def docstrings(source: str) -> Iterator[str]:

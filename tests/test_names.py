@@ -14,7 +14,7 @@ FOREIGN = {
     *("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "speculators", "uniqueItems"),
     *("SGLANG_SIMULATE_ACC_LEN", "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "synthetic_acceptance_rates"),
     *("ray.data.Dataset.map_batches", "WebSearchTool", "bind_tools", "response_model", "namespace__name"),
-    *("cuGraphLaunch", "cuTensorMapEncodeTiled", "xla_llvm_disable_expensive_passes", "relu", "run_step"),
+    *("cuGraphLaunch", "cuTensorMapEncodeTiled", "xla_llvm_disable_expensive_passes", "relu"),
     *("prefill_t64x1_p16", "step_b8_k3_t64x4_p16", "nextn_entries"),
     *("metrics.speculative_decoding", "X.weight_shape"),
 }
@@ -117,7 +117,9 @@ def code() -> Code:
 
 
 def test_names_are_names_of_code(code):
-    texts = {path: prose(path.read_text(encoding="utf-8")) for path in pages()}
+    # A measurement keeps the names of its day.
+    now = [path for path in pages() if path.parent.name != "measured"]
+    texts = {path: prose(path.read_text(encoding="utf-8")) for path in now}
     for path in sources():
         source = path.read_text(encoding="utf-8")
         texts[path] = "\n\n".join([*docstrings(source), *comments(source)])
