@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.grouped_matmul.layout import Groups, Own, few, group_all
+from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, few, group_all
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import Implementation
 from kernels_pallas.router import mosaic_gpu, reference
@@ -38,7 +38,7 @@ def choose(
     bias: Float[Array, " E"],
     rule: Rule,
     counted: Bool[Array, " T"] | None = None,
-    own: Own | None = None,
+    own: OwnGroups | None = None,
     *,
     implementation: Implementation,
     interpret: Interpreter | None = None,
