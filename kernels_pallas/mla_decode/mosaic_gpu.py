@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mla_decode.fp8_rows import BLOCK, WORD, Packed
+from kernels_pallas.mla_decode.fp8_rows import BLOCK, WORD, PackedRows
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter, Ref, Warpgroup, operand_tiles, per_row
 
 RANK, ROPE, PAGE = 512, 64, 64
@@ -52,7 +52,7 @@ FIRST, LENGTH, END, SEEN = range(4)
 def mla_decode(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Packed,
+    pages: jax.Array | PackedRows,
     page_table: jax.Array,
     rows: jax.Array,
     ahead: jax.Array,
