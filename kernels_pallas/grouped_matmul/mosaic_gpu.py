@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
-from kernels_pallas.grouped_matmul.tile import COMPUTE, Sizes, Tile
+from kernels_pallas.grouped_matmul.tile import COMPUTE, ProductSizes, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row, store
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
@@ -67,7 +67,7 @@ def grouped_matmul(
         ValueError: dtypes and sizes that the tile does not fit.
     """
     gated, columns, count = w.shape[1] == 2, w.shape[2], tiles.table.shape[1]
-    sizes = Sizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
+    sizes = ProductSizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     clusters: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class _Walk:
         parts: the parts of a gated product's sums, where the thread blocks of a cluster have one each.
     """
 
-    sizes: Sizes
+    sizes: ProductSizes
     operands: tuple[Ref, ...]
     table: Ref
     row_tiles: Ref

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mla_prefill.sizes import COMPUTE, PART, QUERIES, ROPE, ROWS, STAGES, Sizes
+from kernels_pallas.mla_prefill.sizes import COMPUTE, PART, QUERIES, ROPE, ROWS, STAGES, HeadWidths
 from kernels_pallas.mosaic import Interpreter, Ref, Warpgroup, operand_tiles, per_row
 
 LOG2E = 1.4426950408889634
@@ -53,7 +53,7 @@ def mla_prefill(
         Outputs [B, T, N, v] bf16 and log2 of their sums of exponentials, [B, N, T] float32.
     """
     slots, length, heads, _ = q.shape
-    sizes = Sizes(k.shape[-1], v.shape[-1])
+    sizes = HeadWidths(k.shape[-1], v.shape[-1])
     keys, width = sizes.keys, sizes.value
     wg = Warpgroup(interpreted=interpret is not None)
 
