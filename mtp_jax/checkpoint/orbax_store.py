@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from mtp_jax.checkpoint.folder import copy_text_files, read_config
-from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
+from mtp_jax.checkpoint.read import Loaded, OnProgress, load_folder
 from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -166,7 +166,7 @@ def convert(
     draft_captures: Captures | None = None,
     dtype: str = "bfloat16",
     mesh: Mesh | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> None:
     """Load a folder in Hugging Face layout, dequantised, and write it with Orbax, tokenizer files beside it.
 
