@@ -24,6 +24,10 @@ Ref = Any
 Layout = Any
 # Numbers and slices of a reference's dimensions.
 Index = tuple[object, ...]
+# A warpgroup's values per row of queries: peak of scores, sum of exponentials over its own keys, output.
+RunningSoftmax = tuple[jax.Array, jax.Array, jax.Array]
+# The peak of no scores; finite, so that differences of it are not NaN.
+NO_PEAK = -1e30
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ import jax
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
-Described = jax.Array | jax.ShapeDtypeStruct
+ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
 """An array, or its shape and dtype: the input of a check."""
 
 

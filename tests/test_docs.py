@@ -16,9 +16,9 @@ from mtp_jax.commands import cli
 from tests import tiny_tokenizer
 from tests.layers import FLOORS, LAYERS, ROOT
 from tests.models import TINY, tiny_params
+from tests.prose import pages
 
 PACKAGE = Path(mtp_jax.__file__).parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FILE = re.compile(r"`([a-z_/]+\.py)`")
 
 
@@ -61,17 +61,6 @@ def test_a_token_goes_through_the_files_that_the_readme_names(visited, tmp_path,
     assert not [name for name in named if name not in ran]
 
 
-def test_traces_name_code_that_is_there():
-    named = re.findall(
-        r"`([\w/]+\.py)(?:: ([\w.]+))?`", (ROOT / "docs/traces.md").read_text(encoding="utf-8")
-    )
-    assert len({path for path, _ in named}) > 15
-    for path, name in named:
-        source = (PACKAGE / path).read_text(encoding="utf-8")
-        for part in filter(None, name.split(".")):
-            assert re.search(rf"\b(?:def|class) {part}\b", source), (path, name)
-
-
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
 
@@ -90,7 +79,7 @@ def test_the_picture_shows_the_speedups_of_the_table():
     assert bars[1].split(", ") == re.findall(r"\| ([\d.]+) \([\d.-]+\) \|$", measured, re.M)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
 def test_links_lead_to_files_and_sections(path):
     """Between documents of the repository."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -108,9 +97,11 @@ def anchors(path: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
 
 
-def test_the_readme_lists_every_document():
-    table = section("README.md", "Documents")
-    assert not [path.name for path in DOCUMENTS if f"(docs/{path.name})" not in table and path.parent != ROOT]
+def test_every_document_is_listed():
+    tables = {ROOT: section("README.md", "Documents")}
+    tables[ROOT / "docs"] = tables[ROOT]
+    tables[ROOT / "docs/measured"] = (ROOT / "docs/measured/README.md").read_text(encoding="utf-8")
+    assert not [p for p in pages() if p.name != "README.md" and f"{p.name})" not in tables[p.parent]]
 
 
 def test_the_table_of_layers_is_that_of_the_tree():

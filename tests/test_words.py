@@ -4,17 +4,12 @@ A noun stands where a reader looks for one: no "what" for a thing, no "those" fo
 many" for a number. A sentence begins with its subject or its verb, not with a bare preposition.
 """
 
-import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("mtp_jax", "serve", "kernels_pallas", "examples")
+from tests.prose import comments, docstrings, pages, prose, sources
 
 # The most occurrences of each pattern. Lower a number when the count is lower; never raise one.
 MOST = {
@@ -29,47 +24,6 @@ MOST_DOCSTRINGS, MOST_ENTRIES = 0, 20
 
 ENTRY = re.compile(r"[*`\w, ]{1,60}: ")
 ITEM = re.compile(r"([-*]|\d+\.) ")
-
-
-def sources() -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-
-
-def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def docstrings(source: str) -> Iterator[str]:
-    """Strings that stand alone: of modules, classes, functions, and below assignments."""
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            yield node.value.value
-
-
-def comments(source: str) -> Iterator[str]:
-    """Comments; lines of comment below each other are one."""
-    block, last = "", -1
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            text, line = token.string.lstrip("# "), token.start[0]
-            if line == last + 1 and not token.line[: token.start[1]].strip():
-                block += f"\n{text}"
-            else:
-                yield block
-                block = text
-            last = line
-    yield block
-
-
-def prose(page: str) -> str:
-    """A page without blocks of code; a cell of a table is a paragraph."""
-    page = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
-    lines = (line for line in page.splitlines() if not line.startswith("    "))
-    return "\n".join(line.replace("|", "\n\n") if line.lstrip().startswith("|") else line for line in lines)
 
 
 def sentences(text: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, Implementation, need
+from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise, whole_tiles
 from kernels_pallas.splits import PROCESSORS
 
@@ -117,7 +117,7 @@ def _product(
     return reference.fp8_matmul
 
 
-def check(x: Described | Quantised, w: Described, columns: int) -> None:
+def check(x: ArrayOrShape | Quantised, w: ArrayOrShape, columns: int) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     given = "float8_e4m3fn" if isinstance(x, Quantised) else "bfloat16"
     need(

@@ -11,7 +11,7 @@ from kernels_pallas.fp8_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.fp8_matmul.api import choose_tile
 from kernels_pallas.grouped_matmul.api import choose_gated_tile
 from kernels_pallas.grouped_matmul.cases import plan
-from kernels_pallas.grouped_matmul.tile import Sizes, Tile
+from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
 from kernels_pallas.quantised import BLOCK, quantise
 
 
@@ -68,9 +68,11 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def _sizes(shape: Shape) -> Sizes:
+def _sizes(shape: Shape) -> ProductSizes:
     tiles = -(-shape.rows // shape.tile.rows)
-    return Sizes(shape.tile, jnp.float8_e4m3fn, shape.gated, shape.rows, shape.columns, shape.terms, tiles)
+    return ProductSizes(
+        shape.tile, jnp.float8_e4m3fn, shape.gated, shape.rows, shape.columns, shape.terms, tiles
+    )
 
 
 def inputs(shape: Shape, key: jax.Array) -> Inputs:

@@ -8,7 +8,7 @@ from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, Tiles, few, group_all, group_rows, slots
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
-from kernels_pallas.needs import Described, Implementation, need
+from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
 from kernels_pallas.splits import CLUSTER, GROUPS, PROCESSORS
 
@@ -164,7 +164,7 @@ def choose_gated_tile(rows_per_group: int, groups: int, columns: int, terms: int
     return Tile(WGMMA_ROWS, BLOCK, stages=5 if best == 1 else 4, splits=best)
 
 
-def check(x: Described | Quantised, w: Described, w_scale: Described | None) -> None:
+def check(x: ArrayOrShape | Quantised, w: ArrayOrShape, w_scale: ArrayOrShape | None) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     columns, terms = w.shape[-2:]
     quantised = isinstance(x, Quantised) and w_scale is not None

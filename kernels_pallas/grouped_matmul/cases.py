@@ -12,7 +12,7 @@ from kernels_pallas.checking.case import Case, Inputs, Plan, Work
 from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
-from kernels_pallas.grouped_matmul.tile import Sizes, Tile
+from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, quantise
 
@@ -139,12 +139,14 @@ def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tup
     return (values,) if len(out) == 1 else (values, jnp.where(held, out[1], nothing))
 
 
-def _sizes(shape: Shape) -> Sizes:
+def _sizes(shape: Shape) -> ProductSizes:
     dtype = jnp.float8_e4m3fn if shape.fp8 else jnp.bfloat16
-    return Sizes(shape.tile, dtype, shape.gated, shape.slots, shape.columns, shape.terms, len(shape.tiles))
+    return ProductSizes(
+        shape.tile, dtype, shape.gated, shape.slots, shape.columns, shape.terms, len(shape.tiles)
+    )
 
 
-def plan(sizes: Sizes, rows: int) -> Plan:
+def plan(sizes: ProductSizes, rows: int) -> Plan:
     """A thread block loads its share of the operands, and writes its share of ``rows`` rows."""
     tile, size = sizes.tile, jnp.dtype(sizes.dtype).itemsize
     terms, columns = sizes.terms // tile.splits, tile.columns * sizes.blocks

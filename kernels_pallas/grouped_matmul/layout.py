@@ -41,7 +41,7 @@ class Groups:
     tiles: Tiles
 
 
-class Own(NamedTuple):
+class OwnGroups(NamedTuple):
     """The groups that a device has, of all groups: ``count`` of them from number ``first`` on."""
 
     first: Int[Array, ""] | int

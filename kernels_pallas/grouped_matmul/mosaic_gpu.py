@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
-from kernels_pallas.grouped_matmul.tile import COMPUTE, Sizes, Tile
+from kernels_pallas.grouped_matmul.tile import COMPUTE, ProductSizes, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row, store
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
@@ -28,7 +28,7 @@ _LOADER = COMPUTE
 # spills.
 _LOADER_REGISTERS, _COMPUTE_REGISTERS = 56, 224
 
-Place = tuple[jax.Array, jax.Array, jax.Array]  # row tile, column tile, part of K
+TilePlace = tuple[jax.Array, jax.Array, jax.Array]  # row tile, column tile, part of K
 # Sums, one per product; and the scales of the next step's rows and weights.
 _Sums = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
@@ -67,7 +67,7 @@ def grouped_matmul(
         ValueError: dtypes and sizes that the tile does not fit.
     """
     gated, columns, count = w.shape[1] == 2, w.shape[2], tiles.table.shape[1]
-    sizes = Sizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
+    sizes = ProductSizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     clusters: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class _Walk:
         parts: the parts of a gated product's sums, where the thread blocks of a cluster have one each.
     """
 
-    sizes: Sizes
+    sizes: ProductSizes
     operands: tuple[Ref, ...]
     table: Ref
     row_tiles: Ref
@@ -134,7 +134,7 @@ class _Walk:
     parts: tuple[Ref, ...]
     scratch: dict[str, Ref]
 
-    def place(self, i: jax.Array) -> Place:
+    def place(self, i: jax.Array) -> TilePlace:
         """The place of the i-th tile of all walks: band by band, column by column."""
         splits, columns, band = self.sizes.tile.splits, self.sizes.column_tiles, self.sizes.band
         tile, part = lax.div(i, splits), lax.rem(i, splits)
@@ -212,7 +212,7 @@ class _Walk:
         lax.fori_loop(0, mine, one_tile, None)
         plgpu.wait_smem_to_gmem(0)
 
-    def scaled_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
+    def scaled_sums(self, wg: jax.Array, i: jax.Array, place: TilePlace) -> tuple[jax.Array, ...]:
         """Sum the products of FP8 blocks along the inner dimension, each times its blocks' scales."""
         sizes, s = self.sizes, self.scratch
         _, _, x_scale, w_scale = self.operands
@@ -249,7 +249,7 @@ class _Walk:
         zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, sizes.width), jnp.float32), WGMMA)
         return lax.fori_loop(0, sizes.steps, step, ((zero,) * sizes.blocks, scales(0)))[0]
 
-    def plain_sums(self, wg: jax.Array, i: jax.Array, place: Place) -> tuple[jax.Array, ...]:
+    def plain_sums(self, wg: jax.Array, i: jax.Array, place: TilePlace) -> tuple[jax.Array, ...]:
         """The bfloat16 product: sums over K, kept by the tensor cores."""
         del place  # needed for scales only
         sizes, s = self.sizes, self.scratch
@@ -295,7 +295,7 @@ class _Walk:
         w = self.scratch["ws"].at[slot, b, pl.ds(column, self.sizes.width)]
         plgpu.wgmma(acc, x, w.T)
 
-    def store(self, wg: jax.Array, place: Place, value: jax.Array, out: Ref) -> None:
+    def store(self, wg: jax.Array, place: TilePlace, value: jax.Array, out: Ref) -> None:
         """Write a warpgroup's share of a tile through shared memory, without rows past the tile's end."""
         tile, staged = self.sizes.tile, self.scratch["staged"]
         row_tile, column_tile, _ = place
@@ -318,7 +318,7 @@ class _Walk:
                 rows = pl.ds(pl.multiple_of(first + piece, ALIGNMENT), ALIGNMENT)
                 plgpu.copy_smem_to_gmem(staged.at[wg, pl.ds(piece, ALIGNMENT)], out.at[rows, columns])
 
-    def store_quantised(self, wg: jax.Array, i: jax.Array, place: Place, value: jax.Array) -> None:
+    def store_quantised(self, wg: jax.Array, i: jax.Array, place: TilePlace, value: jax.Array) -> None:
         """Write a tile as e4m3, with a scale for each row of its 128 columns."""
         tile, s = self.sizes.tile, self.scratch
         row_tile, column_tile, _ = place
@@ -340,7 +340,7 @@ class _Walk:
             rows = pl.ds(row_tile * tile.rows + self.rows_of(wg), WGMMA_ROWS)
             plgpu.copy_smem_to_gmem(s["scales"].at[wg], self.out[1].at[column_tile, rows])
 
-    def sum_parts(self, wg: jax.Array, place: Place, sums: tuple[jax.Array, ...]) -> None:
+    def sum_parts(self, wg: jax.Array, place: TilePlace, sums: tuple[jax.Array, ...]) -> None:
         """Write a part of K, wait for the cluster's other parts, and finish a share of the tile's rows.
 
         A warp finishes a row. A piece of 8 rows is finished by one thread block of the cluster.

@@ -44,7 +44,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProductSizes:
     """Sizes of one call.
 
     Attributes:

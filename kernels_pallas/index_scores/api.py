@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.index_scores import mosaic_gpu, reference
-from kernels_pallas.index_scores.index_rows import Packed
+from kernels_pallas.index_scores.index_rows import PackedKeys
 from kernels_pallas.index_scores.mosaic_gpu import DIM, MOST_COLUMNS, TILE
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, Implementation
+from kernels_pallas.needs import ArrayOrShape, Implementation
 from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import Window
 
@@ -21,7 +21,7 @@ _LEAST_FP8 = 32
 def index_scores(
     q: Float[Array, "B W H i"],
     weights: Float[Array, "B W H"],
-    keys: Float[Array, "P S i"] | Packed,
+    keys: Float[Array, "P S i"] | PackedKeys,
     page_table: Int[Array, "B n"],
     visible: Window,
     *,
@@ -91,7 +91,7 @@ def _seen(visible: Window, width: int, rows: int) -> Int[Array, "4 B W"]:
     return jnp.stack([first, end, bits, jnp.clip(last, 0, rows)]).astype(jnp.int32)
 
 
-def check(q: Described, keys: Described | Packed) -> None:
+def check(q: ArrayOrShape, keys: ArrayOrShape | PackedKeys) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     fp8, rows = isinstance(keys, tuple), jax.tree.leaves(keys)[0]
     heads, size = q.shape[2], rows.shape[1]

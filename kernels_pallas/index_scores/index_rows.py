@@ -17,10 +17,10 @@ _LARGEST = float(jnp.finfo(_E4M3).max)
 # The least peak for which the release scales, so that a key of zeros has a scale.
 _LEAST = 1e-4
 
-Packed = tuple[jax.Array, jax.Array]
+PackedKeys = tuple[jax.Array, jax.Array]
 
 
-def pack(keys: jax.Array) -> Packed:
+def pack(keys: jax.Array) -> PackedKeys:
     """Keys [..., i] as (values [..., i], scales [..., 1]). A key that is not finite stays not finite."""
     keys = keys.astype(jnp.float32)
     peak = jnp.maximum(jnp.abs(keys).max(axis=-1, keepdims=True), _LEAST)
@@ -28,7 +28,7 @@ def pack(keys: jax.Array) -> Packed:
     return lax.bitcast_convert_type((keys / scales).astype(_E4M3), jnp.uint8), scales
 
 
-def unpack(packed: Packed) -> jax.Array:
+def unpack(packed: PackedKeys) -> jax.Array:
     """The rows that `pack` packed, up to its rounding, float32 [..., i]."""
     values, scales = packed
     return lax.bitcast_convert_type(values, _E4M3).astype(jnp.float32) * scales

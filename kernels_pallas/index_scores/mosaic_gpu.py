@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.index_scores.index_rows import Packed
+from kernels_pallas.index_scores.index_rows import PackedKeys
 from kernels_pallas.mosaic import (
     WGMMA_COLUMN,
     WGMMA_ROWS,
@@ -48,7 +48,7 @@ FIRST, END, AHEAD, LAST = range(4)
 def index_scores(
     q: Float[Array, "B g c i"],
     weights: Float[Array, "B g c"],
-    keys: Float[Array, "P S i"] | Packed,
+    keys: Float[Array, "P S i"] | PackedKeys,
     page_table: Int[Array, "B n"],
     seen: Int[Array, "lines B w"],
     *,

@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.index_scores.index_rows import Packed, unpack
+from kernels_pallas.index_scores.index_rows import PackedKeys, unpack
 from kernels_pallas.visible import Window
 
 
 def index_scores(
     q: Float[Array, "B W H i"],
     weights: Float[Array, "B W H"],
-    keys: Float[Array, "P S i"] | Packed,
+    keys: Float[Array, "P S i"] | PackedKeys,
     page_table: Int[Array, "B n"],
     visible: Window,
 ) -> Float[Array, "B W L"]:

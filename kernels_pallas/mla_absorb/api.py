@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.mla_absorb import mosaic_gpu, reference
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, Implementation, need
+from kernels_pallas.needs import ArrayOrShape, Implementation, need
 
 
 def mla_absorb(
@@ -51,7 +51,7 @@ def mla_absorb(
     return inward, rope
 
 
-def check(q: Described, k_up: Described) -> None:
+def check(q: ArrayOrShape, k_up: ArrayOrShape) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError. q: the queries' product [B, W, D]."""
     (slots, window, width), (heads, nope, rank) = q.shape, k_up.shape
     need(

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.mla_decode import mosaic_gpu, reference
-from kernels_pallas.mla_decode.fp8_rows import Packed
+from kernels_pallas.mla_decode.fp8_rows import PackedRows
 from kernels_pallas.mla_decode.merging import merge
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, Implementation, need
+from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import MAX_AHEAD, Window
 
@@ -25,7 +25,7 @@ _HEADS = 8
 def mla_decode(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Packed,
+    pages: jax.Array | PackedRows,
     page_table: jax.Array,
     visible: Window,
     *,
@@ -98,7 +98,7 @@ def splits_of(blocks: int, columns: int) -> int:
     return choose_splits(blocks, -(-columns // mosaic_gpu.COMPUTE), _SPLIT_COST)
 
 
-def check(q: Described, q_rope: Described, pages: Described | Packed) -> None:
+def check(q: ArrayOrShape, q_rope: ArrayOrShape, pages: ArrayOrShape | PackedRows) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     (window, _, rank), rows = q.shape[-3:], jax.tree.leaves(pages)[0]
     dtypes = {str(q.dtype), str(q_rope.dtype)} | (set() if isinstance(pages, tuple) else {str(rows.dtype)})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.checking.case import External, Operation, UnavailableError
-from kernels_pallas.mla_decode.fp8_rows import Packed, unpack
+from kernels_pallas.mla_decode.fp8_rows import PackedRows, unpack
 from kernels_pallas.visible import Window
 
 # The arguments with which vLLM calls its kernel (v1/attention/backends/mla/triton_mla.py).
@@ -30,7 +30,7 @@ def baselines(scale: float) -> Mapping[str, Operation | External]:
 def xla(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Packed,
+    pages: jax.Array | PackedRows,
     page_table: jax.Array,
     visible: Window,
     *,
@@ -51,7 +51,7 @@ def xla(
 def triton(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Packed,
+    pages: jax.Array | PackedRows,
     page_table: jax.Array,
     visible: Window,
     *,
@@ -84,7 +84,7 @@ def triton(
 def flash_mla(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Packed,
+    pages: jax.Array | PackedRows,
     page_table: jax.Array,
     visible: Window,
     *,
@@ -113,7 +113,7 @@ def _package(name: str) -> ModuleType:
         raise UnavailableError(f"cannot import {name}: {e}") from e
 
 
-def _bfloat16(pages: jax.Array | Packed) -> jax.Array:
+def _bfloat16(pages: jax.Array | PackedRows) -> jax.Array:
     if isinstance(pages, tuple):
         raise UnavailableError("it reads no FP8 rows with a scale per 128 latents")
     return pages

@@ -20,10 +20,10 @@ WORD = jnp.uint16
 _E4M3 = jnp.float8_e4m3fn
 _E4M3_MAX = float(jnp.finfo(_E4M3).max)
 
-Packed = tuple[jax.Array, jax.Array]
+PackedRows = tuple[jax.Array, jax.Array]
 
 
-def pack(rows: jax.Array, rank: int, block: int = BLOCK) -> Packed:
+def pack(rows: jax.Array, rank: int, block: int = BLOCK) -> PackedRows:
     """Rows [..., C + R] as (words [..., C / 2 + R], scales [..., ceil(C / block)]); C = ``rank`` is even.
 
     A row that is not finite stays not finite: the scale of its block is NaN or infinite.
@@ -39,7 +39,7 @@ def pack(rows: jax.Array, rank: int, block: int = BLOCK) -> Packed:
     return jnp.concatenate([low | high << 8, key], axis=-1), scales
 
 
-def unpack(packed: Packed, rank: int, block: int = BLOCK) -> jax.Array:
+def unpack(packed: PackedRows, rank: int, block: int = BLOCK) -> jax.Array:
     """The rows that `pack` packed, up to its rounding, float32 [..., C + R]."""
     words, scales = packed
     pairs, key = jnp.split(words, [rank // 2], axis=-1)

@@ -11,8 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels_pallas.mla_decode.mosaic_gpu import NOTHING
-from kernels_pallas.mosaic import Interpreter, Ref, Warpgroup, load, store
+from kernels_pallas.mosaic import NO_PEAK, Interpreter, Ref, Warpgroup, load, store
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm.mosaic_gpu import ROW
 
@@ -46,7 +45,7 @@ def merge(
             """Add parts whose loads are under way together."""
             parts = [jnp.minimum(i * together + k, splits - 1) for k in range(together)]
             sizes = [
-                jnp.where(i * together + k < splits, lse_ref[part, slot, block, at], NOTHING)
+                jnp.where(i * together + k < splits, lse_ref[part, slot, block, at], NO_PEAK)
                 for k, part in enumerate(parts)
             ]
             values = [load(out_ref, (part, slot, row), ROW).astype(jnp.float32) for part in parts]
@@ -59,7 +58,7 @@ def merge(
                 total, mixed = total + weight, mixed + weight * value
             return peak, total, mixed
 
-        nothing = jnp.float32(NOTHING), jnp.float32(0), wg.laid_out(jnp.zeros(blocks, jnp.float32), ROW)
+        nothing = jnp.float32(NO_PEAK), jnp.float32(0), wg.laid_out(jnp.zeros(blocks, jnp.float32), ROW)
         _, total, mixed = lax.fori_loop(0, -(-splits // together), group, nothing)
         store(merged_ref.at[slot, row], (mixed * (1 / total)).astype(out.dtype))
 

@@ -23,8 +23,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mla_decode.fp8_rows import BLOCK, WORD, Packed
-from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter, Ref, Warpgroup, operand_tiles, per_row
+from kernels_pallas.mla_decode.fp8_rows import BLOCK, WORD, PackedRows
+from kernels_pallas.mosaic import (
+    NO_PEAK,
+    WGMMA_ROWS,
+    Interpreter,
+    Ref,
+    RunningSoftmax,
+    Warpgroup,
+    operand_tiles,
+    per_row,
+)
 
 RANK, ROPE, PAGE = 512, 64, 64
 ROWS = WGMMA_ROWS
@@ -39,12 +48,6 @@ E4M3_IN_F16 = 256.0
 # With jax 0.10 a kernel cannot write to its inputs.
 CAN_REUSE = jax.__version_info__ >= (0, 11)
 
-# The maximum of no scores; finite, so that differences of it are not NaN.
-NOTHING = -1e30
-
-# A warpgroup's values per row: peak of scores, sum of exponentials over its own pages, output.
-Carry = tuple[jax.Array, jax.Array, jax.Array]
-
 # Lines of the integer array that describes the rows of a slot that a thread block reads.
 FIRST, LENGTH, END, SEEN = range(4)
 
@@ -52,7 +55,7 @@ FIRST, LENGTH, END, SEEN = range(4)
 def mla_decode(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Packed,
+    pages: jax.Array | PackedRows,
     page_table: jax.Array,
     rows: jax.Array,
     ahead: jax.Array,
@@ -249,7 +252,7 @@ def mla_decode(
                 plgpu.copy_smem_to_gmem(decay_s.at[half], lse_ref.at[split, slot, block])
             plgpu.wait_smem_to_gmem(0)
 
-        def even_step(i: jax.Array, carry: Carry) -> Carry:
+        def even_step(i: jax.Array, carry: RunningSoftmax) -> RunningSoftmax:
             peak, total, acc = carry
             s = scores(0, COMPUTE * (start + i))
             new = jnp.maximum(peak, s.max(axis=1))
@@ -262,7 +265,7 @@ def mla_decode(
             new, decay = wg.row(peak_s.at[1]), wg.row(decay_s.at[1])
             return new, total * decay, apply(acc, decay, 1, 0)
 
-        def odd_step(i: jax.Array, carry: Carry) -> Carry:
+        def odd_step(i: jax.Array, carry: RunningSoftmax) -> RunningSoftmax:
             unused, total, acc = carry
             s = scores(1, COMPUTE * (start + i) + 1)
             peak = s.max(axis=1)
@@ -277,7 +280,7 @@ def mla_decode(
 
         def compute(half: int) -> None:
             plgpu.barrier_wait(q_ready)
-            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0.0), wg.full((ROWS, HALF), 0.0)
+            carry = wg.full((ROWS,), NO_PEAK), wg.full((ROWS,), 0.0), wg.full((ROWS, HALF), 0.0)
             finish(half, *lax.fori_loop(0, steps, odd_step if half else even_step, carry))
 
         role = lax.axis_index("warpgroup")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels_pallas.mla_decode.fp8_rows import Packed, unpack
+from kernels_pallas.mla_decode.fp8_rows import PackedRows, unpack
 from kernels_pallas.visible import Window
 
 EXACT = lax.Precision.HIGHEST
@@ -13,7 +13,7 @@ EXACT = lax.Precision.HIGHEST
 def mla_decode(
     q: jax.Array,
     q_rope: jax.Array,
-    pages: jax.Array | Packed,
+    pages: jax.Array | PackedRows,
     page_table: jax.Array,
     visible: Window,
     *,

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.mla_low_rank import mosaic_gpu, reference
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, Implementation, need
+from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.rms_norm import api as norms
 
@@ -76,7 +76,7 @@ def mla_low_rank(
     return low, out.astype(jnp.bfloat16).reshape(slots, window, -1) if pages is None else out
 
 
-def check(q: Described, kv: Described, kv_norm: Described, pages: Described | None) -> None:
+def check(q: ArrayOrShape, kv: ArrayOrShape, kv_norm: ArrayOrShape, pages: ArrayOrShape | None) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError; looks at shapes and dtypes."""
     norms.check(q.shape[-1], q.dtype)
     rope = kv.shape[-1] - kv_norm.shape[0]

@@ -7,7 +7,7 @@ from jax import lax
 from kernels_pallas.mla_prefill import mosaic_gpu, reference
 from kernels_pallas.mla_prefill.sizes import KEYS, QUERIES, ROPE, key_widths, value_widths
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, Implementation, need
+from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.visible import Window
 
 # Rows whose keys and values are in memory at a time; for a slot's 128 heads they take 0.5 GB in bfloat16.
@@ -145,7 +145,7 @@ def merge(
     return one[0] * shares[0] + other[0] * shares[1], peak + jnp.log2(total)
 
 
-def check(q: Described, k: Described, k_rope: Described, v: Described) -> None:
+def check(q: ArrayOrShape, k: ArrayOrShape, k_rope: ArrayOrShape, v: ArrayOrShape) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     own, shared = k.shape[-1], k_rope.shape[-1]
     need(

@@ -11,12 +11,12 @@ from jaxtyping import PyTree
 from kernels_pallas.checking.case import Case, Inputs, Operation, Plan, Work
 from kernels_pallas.mla_prefill import bench, reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
-from kernels_pallas.mla_prefill.sizes import QUERIES, ROPE, Sizes
+from kernels_pallas.mla_prefill.sizes import QUERIES, ROPE, HeadWidths
 from kernels_pallas.visible import Window, chain
 
 RANK = 512
 # Widths of DeepSeek-V3's keys and values, and of GLM-4.7-Flash's and GLM-5's.
-DEEPSEEK, GLM = Sizes(128, 128), Sizes(192, 256)
+DEEPSEEK, GLM = HeadWidths(128, 128), HeadWidths(192, 256)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Shape:
     history: tuple[int, ...]
     begin: int = 0
     block: int | None = None
-    sizes: Sizes = DEEPSEEK
+    sizes: HeadWidths = DEEPSEEK
 
     @property
     def scale(self) -> float:
@@ -58,9 +58,9 @@ def shapes() -> dict[str, Shape]:
         "small-glm-ragged": Shape(2, 130, (129, 1, 0), (0, 127, 5), sizes=GLM),
         "small-glm-history": Shape(1, 64, (64, 33), (256, 191), begin=2, sizes=GLM),
         "small-glm-blocks": Shape(2, 70, (70, 60), (129, 300), block=128, sizes=GLM),
-        "small-widest-key": Shape(1, 70, (70,), (100,), sizes=Sizes(320, 64)),
-        "small-widest-value": Shape(1, 70, (70,), (100,), sizes=Sizes(128, 256)),
-        "small-narrow-value": Shape(1, 70, (70,), (100,), sizes=Sizes(256, 128)),
+        "small-widest-key": Shape(1, 70, (70,), (100,), sizes=HeadWidths(320, 64)),
+        "small-widest-value": Shape(1, 70, (70,), (100,), sizes=HeadWidths(128, 256)),
+        "small-narrow-value": Shape(1, 70, (70,), (100,), sizes=HeadWidths(256, 128)),
     }
     real = {
         "heads128-chunk4k": Shape(128, 4096, (4096,), (0,)),

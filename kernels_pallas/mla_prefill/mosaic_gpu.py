@@ -12,19 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.mla_prefill.sizes import COMPUTE, PART, QUERIES, ROPE, ROWS, STAGES, Sizes
-from kernels_pallas.mosaic import Interpreter, Ref, Warpgroup, operand_tiles, per_row
+from kernels_pallas.mla_prefill.sizes import COMPUTE, PART, QUERIES, ROPE, ROWS, STAGES, HeadWidths
+from kernels_pallas.mosaic import NO_PEAK, Interpreter, Ref, RunningSoftmax, Warpgroup, operand_tiles, per_row
 
 LOG2E = 1.4426950408889634
 
-# The maximum of no scores; finite, so that differences of it are not NaN.
-NOTHING = -1e30
-
 # Lines of the integer array that describes a slot.
 COUNT, BEGIN, DIAGONAL, END = range(4)
-
-# A warpgroup's values per query: peak of scores, sum of exponentials, output.
-Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def mla_prefill(
@@ -53,7 +47,7 @@ def mla_prefill(
         Outputs [B, T, N, v] bf16 and log2 of their sums of exponentials, [B, N, T] float32.
     """
     slots, length, heads, _ = q.shape
-    sizes = Sizes(k.shape[-1], v.shape[-1])
+    sizes = HeadWidths(k.shape[-1], v.shape[-1])
     keys, width = sizes.keys, sizes.value
     wg = Warpgroup(interpreted=interpret is not None)
 
@@ -105,7 +99,7 @@ def mla_prefill(
                 seen = (row >= begin) & (row < end) & (row <= wg.iota((ROWS, keys), 0) + last)
                 return jnp.where(seen, s, -jnp.inf)
 
-            def step(i: jax.Array, carry: Carry) -> Carry:
+            def step(i: jax.Array, carry: RunningSoftmax) -> RunningSoftmax:
                 peak, total, acc = carry
                 stage = lax.rem(i, STAGES)
                 plgpu.barrier_wait(k_ready.at[stage])
@@ -136,7 +130,7 @@ def mla_prefill(
                 return new, total, acc
 
             plgpu.barrier_wait(q_ready.at[half])
-            carry = wg.full((ROWS,), NOTHING), wg.full((ROWS,), 0.0), wg.full((ROWS, width), 0.0)
+            carry = wg.full((ROWS,), NO_PEAK), wg.full((ROWS,), 0.0), wg.full((ROWS, width), 0.0)
             peak, total, acc = lax.fori_loop(0, steps, step, carry)
             total = jnp.maximum(total, 1e-30)
             out = (acc * per_row(1 / total, width)).astype(q.dtype)

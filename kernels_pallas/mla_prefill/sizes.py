@@ -25,7 +25,7 @@ _BESIDE = 2048
 
 
 @dataclass(frozen=True)
-class Sizes:
+class HeadWidths:
     """Widths of one call.
 
     Attributes:
@@ -77,7 +77,7 @@ class Sizes:
 
 def value_widths(key: int) -> tuple[int, ...]:
     """Widths of values that the kernel takes beside keys of width ``key``."""
-    sizes = (Sizes(key, value) for value in range(PART, _WIDEST + 1, PART))
+    sizes = (HeadWidths(key, value) for value in range(PART, _WIDEST + 1, PART))
     return tuple(s.value for s in sizes if s.fits(min(KEYS)) and s.stored()[-1].stop == s.value)
 
 

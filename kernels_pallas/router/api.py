@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.grouped_matmul.layout import Groups, Own, few, group_all
+from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, few, group_all
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import Implementation
 from kernels_pallas.router import mosaic_gpu, reference
@@ -16,7 +16,7 @@ _MAX_EXPERTS = 512
 
 
 @struct.dataclass
-class Choice:
+class ChosenExperts:
     """Experts of each token.
 
     Attributes:
@@ -38,11 +38,11 @@ def choose(
     bias: Float[Array, " E"],
     rule: Rule,
     counted: Bool[Array, " T"] | None = None,
-    own: Own | None = None,
+    own: OwnGroups | None = None,
     *,
     implementation: Implementation,
     interpret: Interpreter | None = None,
-) -> Choice:
+) -> ChosenExperts:
     """Choose experts by sigmoid scores with a bias, from the best groups; the lower id among equals.
 
     Args:
@@ -62,8 +62,8 @@ def choose(
     if implementation == "xla":
         ids, weights = reference.choose(logits, bias, rule, counted)
         if own is not None:
-            return Choice(ids, weights, None, group_all(ids - own.first, own.count, WGMMA_ROWS))
-        return Choice(ids, weights, reference.count(ids, experts))
+            return ChosenExperts(ids, weights, None, group_all(ids - own.first, own.count, WGMMA_ROWS))
+        return ChosenExperts(ids, weights, reference.count(ids, experts))
     check(experts, rule)
     mask = jnp.ones(tokens, jnp.int32) if counted is None else counted.astype(jnp.int32)
     if own is None:
@@ -71,7 +71,7 @@ def choose(
         logits, mask = jnp.pad(logits, (rest, (0, 0))), jnp.pad(mask, rest)
     ids, weights, out = mosaic_gpu.choose(logits, bias, mask, own, rule=rule, interpret=interpret)
     counts, groups = (None, out) if isinstance(out, Groups) else (out, None)
-    return Choice(ids.T[:tokens], weights.T[:tokens], counts, groups)
+    return ChosenExperts(ids.T[:tokens], weights.T[:tokens], counts, groups)
 
 
 def check(experts: int, rule: Rule) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from kernels_pallas.checking.case import Case, Inputs, Plan, Work
-from kernels_pallas.grouped_matmul.layout import Groups, Own, group_all
+from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, group_all
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.router import mosaic_gpu, reference
 from kernels_pallas.router.rule import Rule
@@ -94,7 +94,7 @@ def counted(shape: Shape, tokens: int) -> Bool[Array, " T"]:
 
 def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's choice for real tokens, rank by rank."""
-    own = Own(*shape.own) if shape.own else None
+    own = OwnGroups(*shape.own) if shape.own else None
     ids, weights, out = mosaic_gpu.choose(*inputs, own=own, rule=shape.rule, interpret=interpret)
     ids, weights = ids[:, : shape.tokens], weights[:, : shape.tokens]
     if isinstance(out, Groups):

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.grouped_matmul.layout import Groups, Own, Tiles
+from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, Tiles
 from kernels_pallas.mosaic import (
     LINE,
     Interpreter,
@@ -42,7 +42,7 @@ def choose(
     logits: Float[Array, "T E"],
     bias: Float[Array, " E"],
     counted: Int[Array, " T"],
-    own: Own | None = None,
+    own: OwnGroups | None = None,
     *,
     rule: Rule,
     interpret: Interpreter | None = None,

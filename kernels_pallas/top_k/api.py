@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.mosaic import Interpreter
-from kernels_pallas.needs import Described, Implementation
+from kernels_pallas.needs import ArrayOrShape, Implementation
 from kernels_pallas.top_k import mosaic_gpu, reference
 from kernels_pallas.top_k.mosaic_gpu import CHUNK, LINE, MOST
 
@@ -63,7 +63,7 @@ def entries(
     return nothing.at[token, place].set(entry, mode="drop", unique_indices=True)[:, :count]
 
 
-def check(scores: Described) -> None:
+def check(scores: ArrayOrShape) -> None:
     """Refuse inputs that the Mosaic GPU kernel cannot take, with a ValueError that says so."""
     if str(scores.dtype) != "float32":
         raise ValueError(f"top_k on mosaic_gpu: scores in {scores.dtype}, must be float32; use 'xla'")

@@ -32,7 +32,7 @@ from mtp_jax.api.submissions import Submissions
 from mtp_jax.api.thread import EngineThread
 from mtp_jax.api.warm_up import WarmUp
 from mtp_jax.api.workers import Workers
-from mtp_jax.checkpoint.update import Source
+from mtp_jax.checkpoint.update import WeightSource
 from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.stats import EngineStats
@@ -204,7 +204,7 @@ class AsyncLLM:
 
     async def update_weights(
         self,
-        source: Source,
+        source: WeightSource,
         draft_model: str | Path | None = None,
         *,
         keep_draft: bool = False,

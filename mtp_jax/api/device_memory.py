@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from mtp_jax.api.identity import Identity, NewWeights, digests_of
 from mtp_jax.api.local import local_runner
 from mtp_jax.checkpoint.folder import open_folder
-from mtp_jax.checkpoint.update import Source, open_source, read_update
+from mtp_jax.checkpoint.update import WeightSource, open_source, read_update
 from mtp_jax.decode.launches import AllocateCache, ReleaseCache
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
@@ -81,7 +81,12 @@ class DeviceMemory:
         return self._identity
 
     def read(
-        self, cfg: ModelConfig, dtype: str, source: Source, draft_model: str | Path | None, keep_draft: bool
+        self,
+        cfg: ModelConfig,
+        dtype: str,
+        source: WeightSource,
+        draft_model: str | Path | None,
+        keep_draft: bool,
     ) -> NewWeights:
         """Read and check new weights, see ``read_update``; with digests if the weights' identity is known."""
         folder = open_source(source)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtp_jax.engine.request import Request
 
-Counters = Mapping[tuple[str, str, str], Mapping[Any, float]]
+MetricTotals = Mapping[tuple[str, str, str], Mapping[Any, float]]
 """Totals for ``/metrics``: name, description and label, and the total of each value of the label."""
 
 
@@ -24,4 +24,4 @@ class Hooks:
     at_start: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     before_submit: list[Callable[[Request], Awaitable[None]]] = field(default_factory=list)
     at_close: list[Callable[[], None]] = field(default_factory=list)
-    counters: list[Callable[[], Counters]] = field(default_factory=list)
+    counters: list[Callable[[], MetricTotals]] = field(default_factory=list)

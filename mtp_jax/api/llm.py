@@ -27,7 +27,7 @@ from mtp_jax.api.propose import propose
 from mtp_jax.api.score import Scorer, Scores
 from mtp_jax.api.session import Session
 from mtp_jax.api.simulated import simulated_engine, simulated_language
-from mtp_jax.checkpoint.update import Source
+from mtp_jax.checkpoint.update import WeightSource
 from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
@@ -285,7 +285,7 @@ class LLM:
 
     def update_weights(
         self,
-        source: Source,
+        source: WeightSource,
         draft_model: str | Path | None = None,
         *,
         keep_draft: bool = False,
@@ -312,7 +312,7 @@ class LLM:
         return self.replace_weights(new, weight_version, probe)
 
     def read_weights(
-        self, source: Source, draft_model: str | Path | None = None, *, keep_draft: bool = False
+        self, source: WeightSource, draft_model: str | Path | None = None, *, keep_draft: bool = False
     ) -> NewWeights:
         """The first half of ``update_weights``: read and check them. The model may serve meanwhile."""
         self._check_alone("an update of the weights")

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-Update = Callable[[int, int], None]
+Advance = Callable[[int, int], None]
 """``update(done, total)``, in the phase's unit."""
 
 _LINE_EVERY_SECONDS = 10.0
@@ -20,8 +20,8 @@ _NOTHING_DONE_SECONDS = 0.5
 class Reporter(Protocol):
     """A receiver of start-up phases."""
 
-    def phase(self, name: str, unit: str = "") -> AbstractContextManager[Update]:
-        """A context that times one phase and yields its ``Update``. Without a unit nothing is counted."""
+    def phase(self, name: str, unit: str = "") -> AbstractContextManager[Advance]:
+        """A context that times one phase and yields its ``Advance``. Without a unit nothing is counted."""
         ...
 
 
@@ -29,7 +29,7 @@ class Silent:
     """Reports nothing: the default of the Python API."""
 
     @contextmanager
-    def phase(self, name: str, unit: str = "") -> Iterator[Update]:
+    def phase(self, name: str, unit: str = "") -> Iterator[Advance]:
         """Time nothing, show nothing."""
         del name, unit
         yield lambda done, total: None
@@ -46,7 +46,7 @@ class Terminal:
         self.started = time.perf_counter()
 
     @contextmanager
-    def phase(self, name: str, unit: str = "") -> Iterator[Update]:
+    def phase(self, name: str, unit: str = "") -> Iterator[Advance]:
         """Show progress of one phase, then its time. A short phase that counted nothing is not shown."""
         start = time.perf_counter()
         done, total = 0, 0

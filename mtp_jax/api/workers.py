@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Literal, TypeVar
 
-Work = Literal["grammar", "beside"]
+Pool = Literal["grammar", "beside"]
 # Twice the number of trials that run at a time: half of these threads may wait for a trial or use known
 # grammars.
-_THREADS: dict[Work, int] = {"grammar": 8, "beside": 2}
+_THREADS: dict[Pool, int] = {"grammar": 8, "beside": 2}
 SHORT_TOKENS = 2**16
 """Most tokens of a prompt that is short: 256 K characters take an eighth of a second."""
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ class Workers:
         self._pools = {work: ThreadPoolExecutor(count, work) for work, count in _THREADS.items()}
         self._tokenise = Tokenise()
 
-    async def run(self, work: Work, function: Callable[[], _T]) -> _T:
+    async def run(self, work: Pool, function: Callable[[], _T]) -> _T:
         """Run a function on a thread of the pool for this kind of work."""
         return await asyncio.get_running_loop().run_in_executor(self._pools[work], function)
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from mtp_jax.checkpoint.formats import FOUR_BITS, STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
-from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
+from mtp_jax.checkpoint.read import Loaded, OnProgress, load_folder
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint, save_drafter
 from mtp_jax.errors import ConfigError
@@ -18,7 +18,7 @@ from mtp_jax.model.sharding import with_auto_axes
 __all__ = [
     "Loaded",
     "NarrowWeights",
-    "Progress",
+    "OnProgress",
     "Summary",
     "convert",
     "export_nextn",
@@ -44,7 +44,7 @@ def load(
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
     draft_captures: Captures | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Loaded:
     """Load a model.
 

@@ -26,7 +26,7 @@ _PIECE_BYTES = 1 << 20
 _T = TypeVar("_T")
 
 
-class Part(NamedTuple):
+class DigestPart(NamedTuple):
     """Bytes under a name: a tensor, or a file.
 
     Attributes:
@@ -63,12 +63,12 @@ def _files(folder: Path) -> list[Path]:
     return [name for name in found if not any(part.startswith(".") for part in name.parts)]
 
 
-def tensors_of(folder: Folder) -> list[Part]:
+def tensors_of(folder: Folder) -> list[DigestPart]:
     """All tensors of a folder, also of parts that are not read."""
     return [_of_tensor(t) for t in chain(folder.tensors.values(), folder.unread.values())]
 
 
-def digest(parts: Iterable[Part]) -> str:
+def digest(parts: Iterable[DigestPart]) -> str:
     """Digest some parts, in any order: 64 hexadecimal digits. Raises CheckpointError."""
     parts = list(parts)
     hashes: dict[str, bytes] = {}
@@ -115,14 +115,14 @@ def beside(compute: Callable[[], _T]) -> Future[_T]:
     return future
 
 
-def _of_tensor(tensor: Tensor) -> Part:
+def _of_tensor(tensor: Tensor) -> DigestPart:
     def pieces() -> Iterator[np.ndarray]:
         return _pieces(tensor.file.read, tensor.start, tensor.nbytes)
 
-    return Part(repr((tensor.name, tensor.dtype, tensor.shape)), pieces)
+    return DigestPart(repr((tensor.name, tensor.dtype, tensor.shape)), pieces)
 
 
-def _of_file(folder: Path, name: Path) -> Part:
+def _of_file(folder: Path, name: Path) -> DigestPart:
     def pieces() -> Iterator[np.ndarray]:
         try:
             file = SafetensorsFile(folder / name)
@@ -130,7 +130,7 @@ def _of_file(folder: Path, name: Path) -> Part:
             raise CheckpointError(f"{folder / name} cannot be read: {error.strerror}") from error
         return _pieces(file.read, 0, file.size)
 
-    return Part(repr(("file", name.as_posix())), pieces)
+    return DigestPart(repr(("file", name.as_posix())), pieces)
 
 
 def _pieces(read: Callable[[int, int], np.ndarray], start: int, nbytes: int) -> Iterator[np.ndarray]:

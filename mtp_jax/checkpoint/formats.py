@@ -22,7 +22,7 @@ Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """One of the tensors that together store a weight.
 
     Attributes:
@@ -97,7 +97,7 @@ class Format(Stored, Protocol):
         """Whether config.json announces such weights."""
         ...
 
-    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
         """The tensors that a weight of this name and shape consists of."""
         ...
 
@@ -143,12 +143,12 @@ class _InFp8:
     def holds(self, tensors: Tensors, name: str) -> bool:
         return name in tensors and tensors[name].dtype == "F8_E4M3"
 
-    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
         why = f": one scale per 128x128 block of {list(shape)}"
         scales = fp8.SCALES_V4 if cfg.compressed else fp8.SCALES
         return (
-            Part(name, ("F8_E4M3",), shape, " from config.json"),
-            Part(scale_name(name), scales, fp8.scale_shape(shape), why),
+            StoredPart(name, ("F8_E4M3",), shape, " from config.json"),
+            StoredPart(scale_name(name), scales, fp8.scale_shape(shape), why),
         )
 
     def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
@@ -184,13 +184,13 @@ class _InInt4:
     def holds(self, tensors: Tensors, name: str) -> bool:
         return name + int4.PACKED in tensors
 
-    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
         (rows, inputs), group = shape, cfg.int4_group or 1
         of, words, groups = list(shape), inputs // INT4_PER_WORD, inputs // group
         return (
-            Part(name + int4.PACKED, ("I32",), (rows, words), f": eight values a word of {of}"),
-            Part(name + int4.SCALE, PLAIN, (rows, groups), f": one scale per {group} inputs of {of}"),
-            Part(name + int4.SHAPE, ("I64", "I32"), (2,), ": the shape of the weight"),
+            StoredPart(name + int4.PACKED, ("I32",), (rows, words), f": eight values a word of {of}"),
+            StoredPart(name + int4.SCALE, PLAIN, (rows, groups), f": one scale per {group} inputs of {of}"),
+            StoredPart(name + int4.SHAPE, ("I64", "I32"), (2,), ": the shape of the weight"),
         )
 
     def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
@@ -243,12 +243,12 @@ class _InFp4:
     def holds(self, tensors: Tensors, name: str) -> bool:
         return name in tensors and tensors[name].dtype == "I8"
 
-    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
         (rows, inputs), of = shape, list(shape)
         groups = inputs // FP4_GROUP
         return (
-            Part(name, ("I8",), (rows, inputs // 2), f": two values a byte of {of}"),
-            Part(
+            StoredPart(name, ("I8",), (rows, inputs // 2), f": two values a byte of {of}"),
+            StoredPart(
                 scale_name(name), ("F8_E8M0",), (rows, groups), f": one scale per {FP4_GROUP} inputs of {of}"
             ),
         )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from mtp_jax.checkpoint.folder import copy_text_files, read_config
-from mtp_jax.checkpoint.read import Loaded, Progress, load_folder
+from mtp_jax.checkpoint.read import Loaded, OnProgress, load_folder
 from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
@@ -38,14 +38,14 @@ def is_orbax(path: str | Path) -> bool:
 
 
 @dataclass(frozen=True)
-class About:
+class OrbaxModel:
     """Contents of an Orbax folder: its model, the tree of Spec, and the dtype of its parameters."""
 
     config: ModelConfig
     specs: Params
     dtype: str
 
-    def keeping(self, path: Path, num_nextn_layers: int | None) -> "About":
+    def keeping(self, path: Path, num_nextn_layers: int | None) -> "OrbaxModel":
         """The contents of ``path``, with ``num_nextn_layers`` NextN layers. Raises CheckpointError."""
         present = self.config.num_nextn_predict_layers
         kept = present if num_nextn_layers is None else num_nextn_layers
@@ -54,9 +54,9 @@ class About:
                 f"num_nextn_layers = {kept}, but {path} has {present} NextN layers; expected 0 to {present}"
             )
         if self.config.drafter and num_nextn_layers == 0:  # a server that does not draft
-            return About(self.config.without_drafts(), self.specs.with_drafts(), self.dtype)
+            return OrbaxModel(self.config.without_drafts(), self.specs.with_drafts(), self.dtype)
         specs = replace(self.specs, nextn=self.specs.nextn[:kept])
-        return About(self.config.with_nextn(self.config.nextn_moe[:kept]), specs, self.dtype)
+        return OrbaxModel(self.config.with_nextn(self.config.nextn_moe[:kept]), specs, self.dtype)
 
 
 def check_no_draft(path: str | Path, draft_model: str | Path | None) -> None:
@@ -68,7 +68,7 @@ def check_no_draft(path: str | Path, draft_model: str | Path | None) -> None:
         )
 
 
-def read_about(path: Path) -> About:
+def read_about(path: Path) -> OrbaxModel:
     """Read the small files of an Orbax folder. Raises CheckpointError for another kind of folder."""
     if not is_orbax(path):
         raise CheckpointError(f"{path} has no {MARKER}; expected a folder written by `mtp-jax convert`")
@@ -89,7 +89,7 @@ def read_about(path: Path) -> About:
     if head := marker.get("draft_head"):
         cfg = replace(cfg, drafter=head_from_json(head))
     specs = param_specs(cfg, [("embed" in o, "head" in o) for o in own])
-    return About(cfg, specs, marker["dtype"])
+    return OrbaxModel(cfg, specs, marker["dtype"])
 
 
 def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
@@ -166,7 +166,7 @@ def convert(
     draft_captures: Captures | None = None,
     dtype: str = "bfloat16",
     mesh: Mesh | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> None:
     """Load a folder in Hugging Face layout, dequantised, and write it with Orbax, tokenizer files beside it.
 

@@ -30,7 +30,7 @@ from mtp_jax.model.specs import trunk_names
 _PIECE_BYTES = 1 << 20
 _MANY = 4
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def load_folder(
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
     draft_captures: Captures | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     layers: bool = True,
 ) -> Loaded:
     """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``.
@@ -69,7 +69,7 @@ def load_folder(
     return load_plan(plan.keeping(own), own, dtype, keep, place, mesh, progress, layers)
 
 
-Place = Callable[[Spec, Mapping[str, Tensor], Any], Any]
+PlaceWeight = Callable[[Spec, Mapping[str, Tensor], Any], Any]
 """(parameter, tensors, dtype) to the array that holds the parameter."""
 
 
@@ -78,9 +78,9 @@ def load_plan(
     own: frozenset[str],
     dtype: str,
     keep: Collection[str],
-    place: Place,
+    place: PlaceWeight,
     mesh: Mesh | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     layers: bool = True,
 ) -> Loaded:
     """Read the tensors of a plan. own: duplicates that differ from the trunk's tensors, and are kept.
@@ -134,7 +134,7 @@ def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike) -> np.nd
 class _Counter:
     """Bytes read so far; every tensor counts once."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], progress: Progress | None):
+    def __init__(self, tensors: Mapping[str, Tensor], progress: OnProgress | None):
         self.tensors, self.progress, self.seen, self.done = tensors, progress, set(), 0
         self.total = sum(t.nbytes for t in tensors.values())
 
@@ -166,7 +166,7 @@ def _pieces(rows: range, row_bytes: int) -> Iterator[range]:
 
 
 def _place_narrow(
-    stored: Stored, spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: Place
+    stored: Stored, spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: PlaceWeight
 ) -> Narrow:
     names, arrays = [str(name) for name in spec_names(spec).flat], stored.arrays(spec, tensors)
     block, axes = stored.block(tensors, names[0]), arrays[-1].spec.axes[-2:]

@@ -34,7 +34,7 @@ _NARROW, _ON_CPU = (frozenset(s.name for s in kinds) for kinds in (FORMATS, STOR
 
 
 @dataclass(frozen=True)
-class Stored:
+class DtypeTotals:
     """Tensors of one dtype: their number, elements and bytes."""
 
     tensors: int
@@ -70,7 +70,7 @@ class Summary:
     config: ModelConfig
     nextn_layout: str | None
     files: int
-    stored: dict[str, Stored]
+    stored: dict[str, DtypeTotals]
     parameters: int
     active_parameters: int
     nextn_parameters: int
@@ -78,7 +78,7 @@ class Summary:
     weight_bytes_per_device: dict[str, int]
     weight_bytes_on_cpu: int
     cache_bytes_per_token: dict[str, int]
-    unread: dict[str, Stored]
+    unread: dict[str, DtypeTotals]
 
     @property
     def stored_bytes(self) -> int:
@@ -156,7 +156,7 @@ def summarise(
     for ``load``. Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that
     does not divide over the devices.
     """
-    stored: dict[str, Stored] = {}
+    stored: dict[str, DtypeTotals] = {}
     if is_orbax(model_dir):
         check_no_draft(model_dir, draft_model)
         about = read_about(Path(model_dir)).keeping(Path(model_dir), num_nextn_layers)
@@ -187,9 +187,9 @@ def _weights(specs: Params) -> Iterator[str]:
     return (str(name) for spec in leaves(specs) for name in spec_names(spec).flat)
 
 
-def _by_part(tensors: dict[str, Tensor]) -> dict[str, Stored]:
+def _by_part(tensors: dict[str, Tensor]) -> dict[str, DtypeTotals]:
     """Tensors of each module at the top."""
-    found: dict[str, Stored] = {}
+    found: dict[str, DtypeTotals] = {}
     for name, t in tensors.items():
         _add(found, name.split(".")[0], math.prod(t.shape), t.nbytes)
     return found
@@ -225,11 +225,11 @@ def _summary(
     params: Params,
     layout: str | None,
     files: int,
-    stored: dict[str, Stored],
+    stored: dict[str, DtypeTotals],
     devices: int,
     formats: str = "",
     kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: (),
-    unread: dict[str, Stored] | None = None,
+    unread: dict[str, DtypeTotals] | None = None,
 ) -> Summary:
     """params: the tree of Spec in memory. formats: names of the narrow formats. kept: of a parameter and the
     names of formats, the arrays of the parameter if it stays in one of these formats; else nothing.
@@ -273,9 +273,9 @@ def _summary(
     )
 
 
-def _add(stored: dict[str, Stored], name: str, elements: int, nbytes: int) -> None:
-    s = stored.get(name, Stored(0, 0, 0))
-    stored[name] = Stored(s.tensors + 1, s.elements + elements, s.nbytes + nbytes)
+def _add(stored: dict[str, DtypeTotals], name: str, elements: int, nbytes: int) -> None:
+    s = stored.get(name, DtypeTotals(0, 0, 0))
+    stored[name] = DtypeTotals(s.tensors + 1, s.elements + elements, s.nbytes + nbytes)
 
 
 def _size(nbytes: int) -> str:

@@ -25,11 +25,11 @@ from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
 from mtp_jax.model.specs import nextn_copies
 
-Source = str | Path | Mapping[str, ArrayLike]
+WeightSource = str | Path | Mapping[str, ArrayLike]
 """A folder of safetensors files, or the tensors themselves by the names of the release."""
 
 
-def open_source(source: Source) -> Folder:
+def open_source(source: WeightSource) -> Folder:
     """The tensors of an update. Raises CheckpointError."""
     if isinstance(source, Mapping):
         return as_folder(Path("arrays"), {name: hold(name, array) for name, array in source.items()})
@@ -41,7 +41,7 @@ def open_source(source: Source) -> Folder:
 def read_update(
     cfg: ModelConfig,
     now: Params,
-    source: Source | Folder,
+    source: WeightSource | Folder,
     draft_model: str | Path | Folder | None = None,
     *,
     dtype: str,

@@ -33,7 +33,7 @@ _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 @dataclass(frozen=True)
-class Piece:
+class NewTensor:
     """A tensor to write; ``data()`` returns its values, of dtype ``DTYPES[dtype]``."""
 
     name: str
@@ -99,7 +99,7 @@ def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObj
     write_json(directory / "config.json", raw | {"torch_dtype": "bfloat16"})
 
 
-def _write_folder(directory: Path, pieces: Iterable[Piece], max_shard_bytes: int) -> None:
+def _write_folder(directory: Path, pieces: Iterable[NewTensor], max_shard_bytes: int) -> None:
     """Write the safetensors files of a folder; earlier files are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(pieces, max_shard_bytes)
@@ -147,7 +147,7 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
         layer = nextn_of(plan.config, name)
         if layer is not None and name not in copies:
             new = name if v4 else name.replace(nextn_name(plan.config, layer), f"model.layers.{layer}", 1)
-            pieces.append(Piece(new, tensor.dtype, tensor.shape, tensor.array))
+            pieces.append(NewTensor(new, tensor.dtype, tensor.shape, tensor.array))
     out.mkdir(parents=True, exist_ok=True)
     file = "nextn_layer_parameters.safetensors"
     write_file(out / file, pieces)
@@ -170,7 +170,7 @@ def new_folder(path: str | Path) -> Path:
     return path
 
 
-def write_file(path: Path, pieces: Iterable[Piece]) -> None:
+def write_file(path: Path, pieces: Iterable[NewTensor]) -> None:
     """Write one safetensors file. All its tensors are in memory then."""
     save_file({p.name: np.ascontiguousarray(p.data()) for p in pieces}, path, {"format": "pt"})
 
@@ -182,14 +182,14 @@ def write_json(path: Path, value: object) -> None:
     os.replace(part, path)
 
 
-def _write_index(directory: Path, files: dict[str, Sequence[Piece]]) -> None:
+def _write_index(directory: Path, files: dict[str, Sequence[NewTensor]]) -> None:
     total = sum(p.nbytes for pieces in files.values() for p in pieces)
     weight_map = {p.name: file for file, pieces in files.items() for p in pieces}
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _split(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
-    shards: list[list[Piece]] = []
+def _split(pieces: Iterable[NewTensor], limit: int) -> list[list[NewTensor]]:
+    shards: list[list[NewTensor]] = []
     room = 0
     for p in pieces:
         if not shards or p.nbytes > room:
@@ -200,7 +200,7 @@ def _split(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
     return shards
 
 
-def _pieces(declared: Params, params: Params, dtype: str) -> list[Piece]:
+def _pieces(declared: Params, params: Params, dtype: str) -> list[NewTensor]:
     """Every tensor of ``params`` in the order of the release. declared: their specs."""
     specs, tree = jax.tree.flatten(declared)
     arrays, got = jax.tree.flatten(params)
@@ -216,7 +216,7 @@ def _pieces(declared: Params, params: Params, dtype: str) -> list[Piece]:
         for at, name in np.ndenumerate(spec_names(spec)):
             sources.setdefault(str(name), []).append((i, at))
 
-    def piece(name: str, parts: list[tuple[int, tuple[int, ...]]]) -> Piece:
+    def piece(name: str, parts: list[tuple[int, tuple[int, ...]]]) -> NewTensor:
         spec: Spec = specs[parts[0][0]]
         kind = "I32" if spec.ids else "F32" if spec.dtype(dtype) == "float32" else "BF16"
 
@@ -226,7 +226,7 @@ def _pieces(declared: Params, params: Params, dtype: str) -> list[Piece]:
             value = values[0] if len(values) == 1 else np.concatenate(values, axis=1)
             return value.reshape(spec.tensor_shape).astype(DTYPES[kind])
 
-        return Piece(name, kind, spec.tensor_shape, data)
+        return NewTensor(name, kind, spec.tensor_shape, data)
 
     experts_at: dict[str, int] = {}
 

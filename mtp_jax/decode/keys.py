@@ -18,7 +18,7 @@ MAX_DRAFTS = 31
 _TREE = re.compile(r"([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,4})")
 
 
-Way = tuple[int, ...]
+NodePath = tuple[int, ...]
 """The way to a node of a tree: its draft is the token of this rank, 0 the likeliest, at each step."""
 
 
@@ -37,7 +37,7 @@ class TreeShape:
     topk: int
     steps: int
     nodes: int
-    ways: tuple[Way, ...] = ()
+    ways: tuple[NodePath, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> "TreeShape":
@@ -79,7 +79,7 @@ class TreeShape:
             ways = [tuple(map(operator.index, way)) for way in json.loads(text)]
         except (ValueError, TypeError, RecursionError) as e:
             raise ConfigError(f"tree = {text!r:.80}; expected lists of ranks in JSON: {e}") from e
-        known: set[Way] = {()}
+        known: set[NodePath] = {()}
         for way in ways:
             if way in known or way[:-1] not in known or not 0 <= min(way) <= max(way) < MAX_DRAFTS:
                 raise ConfigError(
@@ -250,7 +250,7 @@ class DraftKey:
 
 @dataclass(frozen=True)
 class PageKey:
-    """Two executables that read and write the contents of ``pages`` pages (see ``Runner.read_pages``)."""
+    """Two executables that read and write the contents of ``pages`` pages: ``ReadPages``, ``WritePages``."""
 
     pages: int
 

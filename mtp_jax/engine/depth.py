@@ -43,11 +43,11 @@ class DepthPolicy:
     weight: float = 4
 
 
-Way = tuple[int, int]
+StepDepths = tuple[int, int]
 """Drafts that a step makes for each row, and drafts that it verifies: of each row where both are equal, else
 on average over its slots."""
 
-PLAIN: Way = (0, 0)
+PLAIN: StepDepths = (0, 0)
 
 
 class _Key(Protocol):
@@ -56,13 +56,13 @@ class _Key(Protocol):
     @property
     def slots(self) -> int: ...
     @property
-    def way(self) -> Way: ...
+    def way(self) -> StepDepths: ...
     @property
     def bucket(self) -> object: ...
 
 
 K = TypeVar("K", bound=_Key)
-Row = tuple[int, int, int]
+DepthRow = tuple[int, int, int]
 """Drafts verified, drafts accepted and tokens emitted by one row of a step."""
 
 
@@ -87,7 +87,7 @@ class Yield:
         self._trees, self._walked, self._more = 0.0, 0.0, most - chain
         # Indexed by way: tokens accepted, and emitted. Fewer are emitted, because rows end within a step,
         # and because a step may be on its way when the one before it turns out to be the last.
-        self._due, self._emitted = (defaultdict[Way, float](lambda: policy.weight) for _ in range(2))
+        self._due, self._emitted = (defaultdict[StepDepths, float](lambda: policy.weight) for _ in range(2))
         # Drafts that the ranked steps promised to accept, and drafts that they accepted.
         self._promised = self._kept = policy.weight
         self.survival = Survival(most, policy.memory, policy.prior, policy.weight)
@@ -95,7 +95,7 @@ class Yield:
         self._tokens = self._expected()
 
     def add(
-        self, way: Way, depths: Sequence[int], rows: Sequence[Row], offered: Offered | None = None
+        self, way: StepDepths, depths: Sequence[int], rows: Sequence[DepthRow], offered: Offered | None = None
     ) -> None:
         """Add the rows of a step. Older drafts count less with every step, and fade to the prior."""
         depth, verified = way
@@ -119,7 +119,7 @@ class Yield:
             self._rank(way, offered)
         self._tokens = self._expected()
 
-    def _rank(self, way: Way, offered: Offered) -> None:
+    def _rank(self, way: StepDepths, offered: Offered) -> None:
         """Learn from margins. A ranked step's drafts count by their chances, verified or not."""
         chance = self.survival.of(offered)
         if way[0] != way[1]:
@@ -188,22 +188,22 @@ class Costs:
             return deque(maxlen=policy.kept)
 
         self._policy = policy
-        self._seen: defaultdict[Way, deque[float]] = defaultdict(window)
-        self._cost: dict[Way, float] = {}  # median logarithms
+        self._seen: defaultdict[StepDepths, deque[float]] = defaultdict(window)
+        self._cost: dict[StepDepths, float] = {}  # median logarithms
         self._paces, self._pace = window(), 0.0
-        self._waited: dict[Way, float] = {}
+        self._waited: dict[StepDepths, float] = {}
         # The count of steps, and its value when each way was last measured with settled caches.
-        self._steps, self._settled = 0, dict[Way, int]()
+        self._steps, self._settled = 0, dict[StepDepths, int]()
         # The incumbent, which sets the pace, and the number of its next steps that renew its cost.
-        self._pacer: Way | None = None
+        self._pacer: StepDepths | None = None
         self._renewals = 0
-        self.incumbent: Way | None = None
+        self.incumbent: StepDepths | None = None
 
-    def known(self, way: Way) -> bool:
+    def known(self, way: StepDepths) -> bool:
         """Whether the way was ever measured."""
         return way in self._cost
 
-    def fresh(self, way: Way) -> bool:
+    def fresh(self, way: StepDepths) -> bool:
         """Whether it has been measured with settled caches, while serving or in warm-up, and not long ago.
 
         "Not long ago" means within kept * memory steps.
@@ -211,20 +211,20 @@ class Costs:
         since = self._steps - self._settled.get(way, -math.inf)
         return since < self._policy.kept * self._policy.memory
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, way: StepDepths) -> float:
         """Seconds of a step at the present pace."""
         return exp(self._cost[way] + self._pace)
 
     @property
-    def every(self) -> dict[Way, float]:
+    def every(self) -> dict[StepDepths, float]:
         """Seconds of a step at the present pace, by way."""
         return {way: self.seconds(way) for way in self._cost}
 
-    def waited(self, way: Way) -> float:
+    def waited(self, way: StepDepths) -> float:
         """Seconds of this bucket's steps since this way ran."""
         return self._waited.get(way, 0.0)
 
-    def add(self, way: Way, seconds: float, settled: bool) -> None:
+    def add(self, way: StepDepths, seconds: float, settled: bool) -> None:
         """Add a step's time. settled: whether steps of the same way ran right before it."""
         for other in self._waited:
             self._waited[other] += seconds
@@ -240,7 +240,7 @@ class Costs:
         if settled:
             self._settled[way] = self._steps
 
-    def _renews(self, incumbent: Way) -> bool:
+    def _renews(self, incumbent: StepDepths) -> bool:
         """Whether a settled step is one of the first since its way became the incumbent.
 
         The first steps are as many as a probe measures: their median over several turns is right, even if the
@@ -252,7 +252,7 @@ class Costs:
         self._renewals -= 1
         return self._renewals >= 0
 
-    def _learn(self, way: Way, level: float) -> None:
+    def _learn(self, way: StepDepths, level: float) -> None:
         self._seen[way].append(level)
         self._cost[way] = median(self._seen[way])
 
@@ -283,7 +283,7 @@ class DepthController:
         return self._costs[key.bucket]
 
     @property
-    def measured(self) -> dict[Any, dict[Way, float]]:
+    def measured(self) -> dict[Any, dict[StepDepths, float]]:
         """Seconds of a step at the present pace, by bucket and way."""
         return {bucket: costs.every for bucket, costs in self._costs.items()}
 
@@ -297,7 +297,7 @@ class DepthController:
         key: _Key,
         seconds: float,
         depths: Sequence[int],
-        rows: Sequence[Row],
+        rows: Sequence[DepthRow],
         offered: Offered | None = None,
     ) -> None:
         """Learn from a step that was read, or from a warm-up step over empty slots, which has no rows.
@@ -316,7 +316,7 @@ class DepthController:
         if any(depths) and (emitted := sum(row[2] for row in rows)):
             self._compare(costs, way, seconds, emitted / len(rows))
 
-    def _compare(self, costs: Costs, way: Way, seconds: float, tokens: float) -> None:
+    def _compare(self, costs: Costs, way: StepDepths, seconds: float, tokens: float) -> None:
         fade = 1 - 1 / self.policy.memory
         self._took = self._took * fade + seconds
         self._covered *= fade
@@ -380,6 +380,6 @@ class DepthController:
                 return by_way[self._begin(way)]
         return by_way[best]
 
-    def _begin(self, way: Way) -> Way:
+    def _begin(self, way: StepDepths) -> StepDepths:
         self._probe, self._left = way, self.policy.block - 1
         return way

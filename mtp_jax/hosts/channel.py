@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from mtp_jax.decode.launches import Launch
-from mtp_jax.hosts.messages import KINDS, Alive, LogError, Logged, Message
+from mtp_jax.hosts.messages import KINDS, Alive, HostMessage, LogError, Logged
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.signed import MOST_BYTES, Seals, Signed, framed
 
@@ -71,7 +71,7 @@ class Channel:
         try:
             while True:
                 message = self.signed.receive(MOST_BYTES)
-                if not isinstance(message, Message | Launch):
+                if not isinstance(message, HostMessage | Launch):
                     raise LogError(f"a {type(message).__name__} is no message")
                 if not isinstance(message, Alive):
                     self._got(message)

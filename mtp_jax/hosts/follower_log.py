@@ -11,7 +11,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel
 from mtp_jax.hosts.leader_log import PURPOSE, RANK
-from mtp_jax.hosts.messages import LogError, Logged, Message
+from mtp_jax.hosts.messages import HostMessage, LogError, Logged
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.handshake import greet
@@ -65,7 +65,7 @@ class FollowerLog:
         self._say(messages.Failed(reason))
         self._channel.close()
 
-    def _say(self, message: Message) -> None:
+    def _say(self, message: HostMessage) -> None:
         with suppress(WireError):  # the reader sees the end
             self._channel.send(message)
 

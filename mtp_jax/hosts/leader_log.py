@@ -14,14 +14,14 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.hosts import messages
 from mtp_jax.hosts.channel import Channel, prepared
 from mtp_jax.hosts.hello import difference
-from mtp_jax.hosts.messages import LogError, Logged, Message
+from mtp_jax.hosts.messages import HostMessage, LogError, Logged
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.door import Door
 from mtp_jax.wire.handshake import welcome
 from mtp_jax.wire.secret import VARIABLE
 
-T = TypeVar("T", bound=Message)
+T = TypeVar("T", bound=HostMessage)
 _LOG = logging.getLogger(__name__)
 PURPOSE, RANK = b"mtp-jax log 5\n", struct.Struct("<I")
 """The purpose of the handshake, and the form of a follower's rank in it."""
@@ -38,7 +38,7 @@ class LeaderLog:
         self._taken: set[int] = set()
         self._refused: dict[int, str] = {}  # rank -> the last address that claimed it with another secret
         self._finished = False
-        self._told: list[tuple[int, Message]] = []  # messages of followers, to be waited for
+        self._told: list[tuple[int, HostMessage]] = []  # messages of followers, to be waited for
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         host, port = hosts.address
@@ -102,7 +102,7 @@ class LeaderLog:
                     self._gone(rank, str(error))
 
     def compiled(self, job: int) -> None:
-        """Wait until every follower has compiled the programs of ``COMPILE`` with this number."""
+        """Wait until every follower has compiled the program with this number (``messages.Compile``)."""
         for rank in sorted(self._channels):
             self._wait(rank, messages.Compiled, messages.Compiled(job))
 

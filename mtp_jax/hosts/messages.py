@@ -19,16 +19,16 @@ class LogError(WireError):
         super().__init__("protocol", message)
 
 
-class Message:
+class HostMessage:
     """A message that is no launch."""
 
 
-Logged = Message | Launch[Any]
+Logged = HostMessage | Launch[Any]
 """An entry of the log."""
 
 
 @dataclass(frozen=True)
-class Alive(Message):
+class Alive(HostMessage):
     """A sign of life."""
 
 
@@ -36,33 +36,33 @@ class Alive(Message):
 
 
 @dataclass(frozen=True)
-class Hello(Message):
+class Hello(HostMessage):
     """The options of a follower: names and values (``hello.py``)."""
 
     description: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Welcome(Message):
+class Welcome(HostMessage):
     """All ranks have the same options."""
 
 
 @dataclass(frozen=True)
-class Refused(Message):
+class Refused(HostMessage):
     """A rank has other options, so the group does not start."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Failed(Message):
+class Failed(HostMessage):
     """The sender has failed, and ends."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class End(Message):
+class End(HostMessage):
     """The work is done."""
 
 
@@ -70,7 +70,7 @@ class End(Message):
 
 
 @dataclass(frozen=True)
-class Compile(Message):
+class Compile(HostMessage):
     """Compile a program, and give it this number."""
 
     job: int
@@ -78,14 +78,14 @@ class Compile(Message):
 
 
 @dataclass(frozen=True)
-class Compiled(Message):
+class Compiled(HostMessage):
     """A follower has compiled the program with this number."""
 
     job: int
 
 
 @dataclass(frozen=True)
-class Publish(Message):
+class Publish(HostMessage):
     """The program with this number may be launched from here on."""
 
     job: int
@@ -93,7 +93,7 @@ class Publish(Message):
 
 
 @dataclass(frozen=True)
-class Masks(Message):
+class Masks(HostMessage):
     """The masks of grammars in the structured step that is being launched."""
 
     allowed: UInt32[Any, "B W words"]
@@ -101,6 +101,6 @@ class Masks(Message):
 
 _PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, SamplingMode)
 KINDS: Mapping[str, type] = {
-    kind.__name__: kind for kind in (*Message.__subclasses__(), *Launch.__subclasses__(), *_PARTS)
+    kind.__name__: kind for kind in (*HostMessage.__subclasses__(), *Launch.__subclasses__(), *_PARTS)
 }
 """Classes of messages over the launch log, by name."""

@@ -8,7 +8,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.index_scores import index_rows
-from kernels_pallas.mla_decode.fp8_rows import BLOCK, Packed, pack, unpack
+from kernels_pallas.mla_decode.fp8_rows import BLOCK, PackedRows, pack, unpack
 from mtp_jax.model.config import ModelConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING
 from mtp_jax.model.mla import Form
@@ -41,8 +41,8 @@ class LayerCache:
         index: index keys [P, S, i], of a layer with an indexer; or two arrays (see `index_rows.pack`).
     """
 
-    rows: Float[Array, "*b c"] | Packed
-    index: Float[Array, "*b i"] | Packed | None = None
+    rows: Float[Array, "*b c"] | PackedRows
+    index: Float[Array, "*b i"] | PackedRows | None = None
 
     @property
     def page_size(self) -> int:
@@ -73,7 +73,7 @@ class WindowPages:
         entries: entries and their index keys, S / r of a page; None in a layer without.
     """
 
-    rows: Float[Array, "P n c"] | Packed
+    rows: Float[Array, "P n c"] | PackedRows
     inputs: Float[Array, "P n f"] | None
     entries: LayerCache | None
 
@@ -87,7 +87,7 @@ class WindowSlots:
         inputs: compressors read them, [slots, R, F] float32; None in a layer without entries.
     """
 
-    rows: Float[Array, "slots R c"] | Packed
+    rows: Float[Array, "slots R c"] | PackedRows
     inputs: Float[Array, "slots R F"] | None
 
 
@@ -247,7 +247,7 @@ def read_rows(
     return unpack(found, rank, block).astype(dtype) if isinstance(found, tuple) else found
 
 
-def widened(rows: Float[Array, "*b c"] | Packed, row: RowFormat, dtype: Any) -> Float[Array, "*b c"]:
+def widened(rows: Float[Array, "*b c"] | PackedRows, row: RowFormat, dtype: Any) -> Float[Array, "*b c"]:
     """Rows as they are cached, FP8 rows in ``dtype``."""
     return unpack(rows, row.e4m3, row.block).astype(dtype) if isinstance(rows, tuple) else rows
 

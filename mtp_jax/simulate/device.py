@@ -18,7 +18,7 @@ from mtp_jax.decode.arrays import Chunk, MaskMaker, Result, SlotRow, TopLogprobs
 from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Source, StepKey
 from mtp_jax.decode.launches import Launch
 from mtp_jax.simulate.language import MASK, NAN, Language, mix
-from mtp_jax.simulate.memory import Memory, Slot, Violation
+from mtp_jax.simulate.memory import Slot, SlotMemory, Violation
 from mtp_jax.simulate.no_programs import NoPrograms
 from mtp_jax.simulate.ranking import likeliest
 
@@ -31,7 +31,7 @@ _Scored = tuple[int, int]  # a token, after the hidden state that it follows
 
 
 @dataclass
-class Row:
+class ResultRow:
     """A row of a result."""
 
     tokens: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Simulated(NoPrograms):
         self.language, self._seconds, self._margins = language, seconds, margins
         self._sizes = slots, pages, page_size, shards
         self.launched, self._busy_until = 0, 0.0
-        self._memory = Memory(*self._sizes)
+        self._memory = SlotMemory(*self._sizes)
 
     @property
     def page_bytes(self) -> int:
@@ -116,7 +116,7 @@ class Simulated(NoPrograms):
                 for array in self._memory.arrays:
                     array[:] = 0
             case launches.AllocateCache():
-                self._memory = Memory(*self._sizes)
+                self._memory = SlotMemory(*self._sizes)
             case _:
                 raise TypeError(f"a simulated device has no {type(launch).__name__}: nothing is counted")
         return lambda: None
@@ -159,7 +159,7 @@ class Simulated(NoPrograms):
         margins = self._margins_of(key, drafts) if self._margins and key.room else None
         if key.kept is not None and estimate is not None and margins is not None:
             drafts = self._ranked(key, drafts, margins, estimate)
-        rows = [Row() for _ in range(key.slots)]
+        rows = [ResultRow() for _ in range(key.slots)]
         for i in active:
             bits = None if allowed is None else allowed[i]
             rows[i] = self._window(i, key, drafts[i], bits, chunk is None)
@@ -260,7 +260,7 @@ class Simulated(NoPrograms):
 
     def _window(
         self, number: int, key: StepKey, drafts: Sequence[int], allowed: np.ndarray | None, alone: bool
-    ) -> Row:
+    ) -> ResultRow:
         """Verify a slot's drafts, emit, commit."""
         slot, say = self._slots[number], self.language
         self._memory.fit(number, slot.length + len(drafts) + 1, key.pages)
@@ -293,7 +293,7 @@ class Simulated(NoPrograms):
             finish = Finish.LENGTH
         elif first_broken <= count:
             finish = Finish.NAN
-        row = Row(tokens[:count], accepted, len(drafts), finish, hidden[:count])
+        row = ResultRow(tokens[:count], accepted, len(drafts), finish, hidden[:count])
         self._memory.check(number, slot.length + count, key.pages)
         slot.length += count
         if count and self.deferral:
@@ -309,11 +309,11 @@ class Simulated(NoPrograms):
         if not slot.plain:
             np.add.at(slot.counts, list(tokens), 1)
 
-    def _fill(self, chunk: Chunk, g: int, key: StepKey) -> tuple[Row, list[_Scored]]:
+    def _fill(self, chunk: Chunk, g: int, key: StepKey) -> tuple[ResultRow, list[_Scored]]:
         """A row of a chunk: the next tokens of a prompt, and the first of its output."""
         begin, count = int(chunk.start[g]), int(chunk.count[g])
         if not count:
-            return Row(), []
+            return ResultRow(), []
         number, end, say = int(chunk.slot[g]), begin + count, self.language
         if number not in self._slots:
             raise Violation(f"a chunk for slot {number}, which has no request")
@@ -336,7 +336,7 @@ class Simulated(NoPrograms):
         slot.length, slot.begun = end, True
         if self.deferral:
             self._memory.commit(number, rows, hidden, defer=False)
-        row, follows = Row(before=hidden[-1:]), int(chunk.follows[g])
+        row, follows = ResultRow(before=hidden[-1:]), int(chunk.follows[g])
         if not healthy:
             row.finish = Finish.NAN
         elif chunk.final[g] and follows >= 0:
@@ -347,7 +347,7 @@ class Simulated(NoPrograms):
         targets = chunk.targets[g, :count].tolist()
         return row, [*zip(hidden, targets, strict=True)]
 
-    def _begin(self, slot: Slot, token: int, row: Row) -> None:
+    def _begin(self, slot: Slot, token: int, row: ResultRow) -> None:
         """Emit the first token of an output."""
         if token < 0:
             row.finish = Finish.NAN
@@ -374,7 +374,7 @@ class Simulated(NoPrograms):
 
     # Results
 
-    def _result(self, key: StepKey, rows: Sequence[Row], prompt: TopLogprobs | None) -> Result:
+    def _result(self, key: StepKey, rows: Sequence[ResultRow], prompt: TopLogprobs | None) -> Result:
         width = key.room + 1
         packed = np.full((len(rows), width + EXTRA_COLUMNS), -1, np.int32)
         for i, row in enumerate(rows):

@@ -42,7 +42,7 @@ class Slot:
     deferred: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Memory:
+class SlotMemory:
     """Slots, and pages of all data shards: each shard has ``pages`` and a spare page, for padding.
 
     Attributes:

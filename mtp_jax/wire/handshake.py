@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable
 
 from mtp_jax.wire.connection import Connection, WireError
-from mtp_jax.wire.signed import Seals, Tags
+from mtp_jax.wire.signed import MessageTags, Seals
 
 _NONCE = _PROOF = 32  # bytes
 _TAKEN, _OTHER_SECRET, _NOT_TAKEN = b"\1", b"\2", b"\3"
@@ -70,9 +70,11 @@ def greet(connection: Connection, secret: bytes, purpose: bytes, claim: bytes) -
     return Seals(sent=caller, received=listener)
 
 
-def _directions(secret: bytes, about: bytes) -> tuple[Tags, Tags]:
+def _directions(secret: bytes, about: bytes) -> tuple[MessageTags, MessageTags]:
     """The tags of the caller's messages, and of the listener's."""
-    return Tags(_proof(secret, b"from caller", about)), Tags(_proof(secret, b"from listener", about))
+    return MessageTags(_proof(secret, b"from caller", about)), MessageTags(
+        _proof(secret, b"from listener", about)
+    )
 
 
 def _expect(connection: Connection, purpose: bytes) -> None:

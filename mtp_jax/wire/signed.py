@@ -22,7 +22,7 @@ MOST_BYTES = 2**32 - 1  # of arrays: the head has room for no greater number
 _PACKED_FROM = 4096
 
 
-class Tags:
+class MessageTags:
     """The tags of the messages of one direction: keyed BLAKE2b (RFC 7693) over their numbers and bytes."""
 
     def __init__(self, key: bytes) -> None:
@@ -44,8 +44,8 @@ class Tags:
 class Seals(NamedTuple):
     """The tags of this side's messages, and of the other side's."""
 
-    sent: Tags
-    received: Tags
+    sent: MessageTags
+    received: MessageTags
 
 
 class Signed:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtp_jax.checkpoint.digest import Part, digest, folder_digest, folder_sizes, tensors_of
+from mtp_jax.checkpoint.digest import DigestPart, digest, folder_digest, folder_sizes, tensors_of
 from mtp_jax.checkpoint.folder import as_folder, open_folder
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError
@@ -112,6 +112,6 @@ def test_a_part_that_cannot_be_read_is_an_error():
     def broken() -> Iterator[np.ndarray]:
         raise OSError("I/O error")
 
-    whole = Part("a", lambda: iter([np.zeros(1, np.uint8)]))
+    whole = DigestPart("a", lambda: iter([np.zeros(1, np.uint8)]))
     with pytest.raises(OSError, match="I/O"):
-        digest([whole, Part("b", broken)])
+        digest([whole, DigestPart("b", broken)])

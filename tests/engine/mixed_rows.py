@@ -17,7 +17,7 @@ from statistics import mean
 import numpy as np
 
 from mtp_jax.decode.keys import Source
-from mtp_jax.engine.depth import DepthController, Way, adaptive_depths
+from mtp_jax.engine.depth import DepthController, StepDepths, adaptive_depths
 from mtp_jax.engine.survival import Offered
 from mtp_jax.simulate.ranking import likeliest
 from tests.engine.worlds import Key
@@ -68,7 +68,7 @@ class Mixed:
         jitter = np.exp(rng.normal(0, self.jitter, self.steps))
         return logit + rng.normal(0, self.noise, shape), right, jitter
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, way: StepDepths) -> float:
         """Seconds of a step."""
         made, verified = way
         return 1 + self.draft * made + self.row * self.rows * (1 + verified)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from mtp_jax.decode.keys import SamplingMode, StepKey, TreeShape
-from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, Yield, adaptive_depths
+from mtp_jax.engine.depth import DepthController, DepthPolicy, DepthRow, Yield, adaptive_depths
 from mtp_jax.engine.sampling_params import SamplingParams
 from tests.engine.device import on_device
 from tests.engine.plain import text, widest
@@ -330,7 +330,7 @@ def by_turns(seed: int, *, beside: float = 1.0, forget: bool = False, requests: 
     rng, controller = random.Random(seed), DepthController(3)
     seconds, pace, spell, tokens, took = {0: 1.0, 1: 1.34, 3: 1.84}, 1.0, 0, 0, 0.0
 
-    def run(depth: int, depths: list[int], row: list[Row], slow: float = 1.0) -> None:
+    def run(depth: int, depths: list[int], row: list[DepthRow], slow: float = 1.0) -> None:
         noise = math.exp(rng.gauss(0, 0.08)) * (3 if rng.random() < 0.02 else 1)
         controller.learn(key(depth), seconds[depth] * pace * slow * noise, depths, row)
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_jax.engine.depth import DepthController, DepthPolicy, Row, Way, adaptive_depths
+from mtp_jax.engine.depth import DepthController, DepthPolicy, DepthRow, StepDepths, adaptive_depths
 
 MOST = 3
 DEPTHS = adaptive_depths(MOST)
@@ -48,7 +48,7 @@ class Key:
         return replace(self, depth=0, kept=None)
 
     @property
-    def way(self) -> Way:
+    def way(self) -> StepDepths:
         """Drafts made and drafts verified for each slot."""
         return self.depth, self.depth if self.kept is None else self.kept
 
@@ -57,7 +57,7 @@ class Controller(Protocol):
     """What runs in a world, as ``DepthController`` does."""
 
     def choose(self, keys: Sequence[Key], depths: Sequence[int], price: float | None = None) -> Key: ...
-    def learn(self, key: Key, seconds: float, depths: Sequence[int], rows: Sequence[Row]) -> None: ...
+    def learn(self, key: Key, seconds: float, depths: Sequence[int], rows: Sequence[DepthRow]) -> None: ...
     def rate(self, keys: Sequence[Key], depths: Sequence[int]) -> float | None: ...
 
 
@@ -141,7 +141,7 @@ class Run:
         self.deferred = 0  # steps whose entries are deferred
         self.caught_up: deque[tuple[float, int]] = deque([(0.0, 1)], maxlen=2)
         self.last = dict.fromkeys(DEPTHS, -SETTLES)  # launch at which each depth ran
-        self.unread: list[tuple[Key, float, list[int], list[Row]]] = []
+        self.unread: list[tuple[Key, float, list[int], list[DepthRow]]] = []
 
     def warm_up(self) -> None:
         """Measure every program over empty slots, where it takes somewhat more or less time than else."""
@@ -222,7 +222,7 @@ class Run:
             later = 0 if depth else sum(s for s, _ in self.caught_up) / sum(n for _, n in self.caught_up)
             self.unread.append((key, (seconds + later) * self.spells[i], [self.caps[s] for s in slots], rows))
 
-    def _row(self, slot: int, depth: int, right: int) -> Row:
+    def _row(self, slot: int, depth: int, right: int) -> DepthRow:
         """One row of a step. right: how many first drafts would be accepted."""
         left = self.left.get(slot)
         if left is None:  # it had ended
@@ -256,7 +256,7 @@ class Fixed:
     def choose(self, keys: Sequence[Key], depths: Sequence[int], price: float | None = None) -> Key:
         return max((key for key in keys if key.depth <= self.depth), key=lambda key: key.depth)
 
-    def learn(self, key: Key, seconds: float, depths: Sequence[int], rows: Sequence[Row]) -> None:
+    def learn(self, key: Key, seconds: float, depths: Sequence[int], rows: Sequence[DepthRow]) -> None:
         pass
 
     def rate(self, keys: Sequence[Key], depths: Sequence[int]) -> float | None:

@@ -19,7 +19,7 @@ from mtp_jax.hosts.messages import KINDS, Alive, Masks, Publish
 from mtp_jax.wire import signed
 from mtp_jax.wire.codec import decode, encode
 from mtp_jax.wire.connection import Connection, WireError
-from mtp_jax.wire.signed import HEAD, TAG, Seals, Tags, framed
+from mtp_jax.wire.signed import HEAD, TAG, MessageTags, Seals, framed
 
 KEYS = [
     StepKey(4, 3, 2, SamplingMode("sampled", "block", 5, structured=True), 16, 2, 0),
@@ -123,10 +123,10 @@ class Ends:
             near, _ = server.accept()
         self.got: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-        seals = Seals(Tags(KEY), Tags(KEY))
+        seals = Seals(MessageTags(KEY), MessageTags(KEY))
         self.near = Channel(Connection(near), seals, self.got.put, self.lost.put)
         self.near.start()
-        self.tags = Tags(KEY)
+        self.tags = MessageTags(KEY)
 
     def write(self, message: bytes = MOVED, tag: bytes | None = None) -> None:
         self.far.sendall(message + (tag or self.tags.next([message])))
@@ -162,10 +162,10 @@ def test_messages_arrive_in_order_packed_or_not(ends):
     [
         (lambda e: [e.tags.next([]), e.write()], "did not send in this form"),  # one is left out
         (
-            lambda e: [e.write(), e.write(tag=Tags(KEY).next([MOVED]))],
+            lambda e: [e.write(), e.write(tag=MessageTags(KEY).next([MOVED]))],
             "did not send in this form",
         ),  # repeated
-        (lambda e: e.write(tag=Tags(b"of another").next([MOVED])), "did not send in this form"),
+        (lambda e: e.write(tag=MessageTags(b"of another").next([MOVED])), "did not send in this form"),
         (lambda e: e.write(framed(PageKey(1), 1000)), "a PageKey is no message"),
         (lambda e: e.write(HEAD.pack(2, 0, 0) + b"{}"), "cannot be read"),
         (lambda e: e.write(HEAD.pack((1 << 20) + 1, 0, 0)), "the most is 1,048,576"),

@@ -12,7 +12,7 @@ from kernels_pallas.checking.registry import cases
 from kernels_pallas.fp8_matmul import api as fp8
 from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
-from kernels_pallas.grouped_matmul.tile import Sizes, Tile
+from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
 from kernels_pallas.quantised import quantise
 from tests.kernels.interpreter import distance, interpret, notices, rounded, without
 from tests.rounding import error, near
@@ -202,7 +202,7 @@ def test_tiles_that_do_not_fit_are_refused(tile, match):
 def test_gated_products_of_few_tiles_split_k_over_clusters(groups, columns, thread_blocks):
     tile = api.choose_gated_tile(1, groups, columns, 7168)
     assert groups * (columns // 128) * tile.splits == thread_blocks
-    sizes = Sizes(tile, jnp.float8_e4m3fn, True, 64, columns, 7168, groups)
+    sizes = ProductSizes(tile, jnp.float8_e4m3fn, True, 64, columns, 7168, groups)
     assert sizes.cluster == tile.splits
     assert sizes.walkers == (thread_blocks if tile.splits > 1 else tile.thread_blocks)
 
@@ -210,7 +210,7 @@ def test_gated_products_of_few_tiles_split_k_over_clusters(groups, columns, thre
 def test_tall_tiles_ask_the_cache_for_fewer_bytes():
     """Operations for each byte of operands that a thread block fetches: 128 with 128 rows."""
     for tile in (api.choose_tile(4096, 7168), fp8.choose_tile(4096, 7168, 16384)):
-        sizes = Sizes(tile, jnp.float8_e4m3fn, False, 4096, 7168, 16384, 16)
+        sizes = ProductSizes(tile, jnp.float8_e4m3fn, False, 4096, 7168, 16384, 16)
         products = 2 * sizes.block_rows * tile.columns
         assert products / (sizes.block_rows + tile.columns / tile.pair) > 170
 

@@ -12,7 +12,7 @@ import pytest
 from kernels_pallas.mla_prefill.api import attend, merge, mla_prefill
 from kernels_pallas.mla_prefill.bench import xla
 from kernels_pallas.mla_prefill.cases import DEEPSEEK, GLM, Shape, case, counted, expanded, latent, shapes
-from kernels_pallas.mla_prefill.sizes import ROPE, Sizes, key_widths, value_widths
+from kernels_pallas.mla_prefill.sizes import ROPE, HeadWidths, key_widths, value_widths
 from kernels_pallas.visible import chain
 from tests.kernels.interpreter import distance, interpret, needs_fences, notices, rounded, without
 from tests.rounding import near
@@ -107,7 +107,7 @@ def test_what_the_kernel_cannot_do_is_refused(q, k, k_rope, v, dtype, match):
 @pytest.mark.parametrize("key", key_widths())
 def test_the_columns_of_every_output_fill_memory_that_is_read_no_more(key):
     for value in value_widths(key):
-        stored = Sizes(key, value).stored()
+        stored = HeadWidths(key, value).stored()
         assert [i for part in stored for i in range(part.start, part.stop)] == list(range(value))
         for part, width in zip(stored, (key, ROPE, 64), strict=True):
             assert part.stop - part.start in (0, width)
@@ -115,7 +115,13 @@ def test_the_columns_of_every_output_fill_memory_that_is_read_no_more(key):
 
 @pytest.mark.parametrize(
     ("sizes", "keys"),
-    [(DEEPSEEK, 128), (Sizes(64, 192), 128), (Sizes(128, 192), 64), (GLM, 64), (Sizes(320, 64), 64)],
+    [
+        (DEEPSEEK, 128),
+        (HeadWidths(64, 192), 128),
+        (HeadWidths(128, 192), 64),
+        (GLM, 64),
+        (HeadWidths(320, 64), 64),
+    ],
 )
 def test_the_keys_of_a_step_are_the_most_with_room_for_two_stages(sizes, keys):
     assert sizes.keys == keys

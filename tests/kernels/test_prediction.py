@@ -15,7 +15,7 @@ from kernels_pallas.deviceless import prediction
 from kernels_pallas.deviceless.prediction import LIMITED, START, apart, inside, launch, predicted, ratios
 from kernels_pallas.deviceless.step import STEPS, lines
 from kernels_pallas.grouped_matmul.cases import plan
-from kernels_pallas.grouped_matmul.tile import Sizes, Tile
+from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
 from tests.kernels.compile_step import BUDGET
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -67,7 +67,7 @@ def test_the_slowest_part_decides():
 @pytest.mark.parametrize(("rows", "asked"), [(128, 128), (256, 512 / 3)])
 def test_two_thread_blocks_of_a_tile_fetch_weights_once(rows, asked):
     """Operations per byte that is asked of the second-level cache, of a large product."""
-    sizes = Sizes(Tile(rows, 128), jnp.float8_e4m3fn, False, 4096, 7168, 16384, 4096 // rows)
+    sizes = ProductSizes(Tile(rows, 128), jnp.float8_e4m3fn, False, 4096, 7168, 16384, 4096 // rows)
     cut = plan(sizes, rows=0)
     assert cut.flops / cut.asked == pytest.approx(asked)
     assert cut.flops * cut.blocks == 2 * 4096 * 7168 * 16384

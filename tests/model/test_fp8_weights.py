@@ -14,7 +14,7 @@ import pytest
 from kernels_pallas.expert_layout import reference as layout_reference
 from kernels_pallas.fp8_matmul import reference as fp8_reference
 from kernels_pallas.grouped_matmul import reference as grouped_reference
-from kernels_pallas.grouped_matmul.layout import Groups, Own, group_all
+from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, group_all
 from kernels_pallas.quantised import whole_tiles
 from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
@@ -259,7 +259,7 @@ def calls(monkeypatch) -> list[str]:
     monkeypatch.setattr("kernels_pallas.rms_norm.mosaic_gpu.quantise", heads)
 
     def choose(
-        logits: Any, bias: Any, counted: Any, own: Own | None = None, *, rule: Any, interpret: Any
+        logits: Any, bias: Any, counted: Any, own: OwnGroups | None = None, *, rule: Any, interpret: Any
     ) -> Any:
         del interpret
         seen.append("choose" if own is None else "choose and lay out")

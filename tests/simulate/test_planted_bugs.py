@@ -14,7 +14,7 @@ from mtp_jax.engine.request import Residence
 from mtp_jax.engine.results import Launched
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.simulate.device import Simulated
-from mtp_jax.simulate.memory import Memory
+from mtp_jax.simulate.memory import SlotMemory
 from mtp_jax.store.tier import HostTier
 from mtp_jax.text.grammar import Grammars, Matcher
 from tests.simulate.histories import HISTORIES, LAUNCHES, History
@@ -204,9 +204,9 @@ def the_length_is_off_by_one_after_a_prompt(patch):
 
 @bug
 def a_drafter_misses_the_tokens_of_prompts(patch):
-    commit = Memory.commit
+    commit = SlotMemory.commit
 
-    def some(self: Memory, number: int, rows: Any, hidden: Any, defer: bool) -> None:
+    def some(self: SlotMemory, number: int, rows: Any, hidden: Any, defer: bool) -> None:
         commit(
             self,
             number,
@@ -215,7 +215,7 @@ def a_drafter_misses_the_tokens_of_prompts(patch):
             defer,
         )
 
-    patch.setattr(Memory, "commit", some)
+    patch.setattr(SlotMemory, "commit", some)
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from mtp_jax.api.async_llm import AsyncLLM
-from mtp_jax.api.hooks import Counters
+from mtp_jax.api.hooks import MetricTotals
 from mtp_jax.cluster.handover.client import Peers, Wanted
 from mtp_jax.cluster.handover.messages import Prefill
 from mtp_jax.cluster.handover.options import HandoverOptions, address
@@ -83,7 +83,7 @@ class Handover:
             return f"prefills for others, who ask at {self._options.peer_address}"
         return f"decodes; asks {', '.join(self._options.peers)} for the pages of prompts"
 
-    def counters(self) -> Counters:
+    def counters(self) -> MetricTotals:
         """Totals for ``/metrics``: pages sent and received, and hand-overs that did not come to their end."""
         sent, received = self.server.sent if self.server else 0, self.peers.received if self.peers else 0
         pages, side = {"sent": sent, "received": received}, self.server or self.peers

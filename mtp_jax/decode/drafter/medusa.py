@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.decode.drafter.drawn import chains
 from mtp_jax.decode.drafter.protocol import FINAL, Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source, TreeShape, Way
+from mtp_jax.decode.keys import NodePath, Source, TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.medusa import MedusaHeads
@@ -59,7 +59,7 @@ class Medusa:
         s: Slots,
         rules: DraftRules,
         on: Backend,
-        ways: tuple[Way, ...],
+        ways: tuple[NodePath, ...],
     ) -> Drafts:
         """The tree of these nodes. Penalties know no draft, as a token has one rank under all parents."""
         newest, ranks = s.newest[:, None], 1 + max(map(max, ways))

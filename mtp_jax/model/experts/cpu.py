@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.grouped_matmul.layout import Own
+from kernels_pallas.grouped_matmul.layout import OwnGroups
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model.experts import cpu_router
@@ -34,7 +34,7 @@ class CpuExperts(Experts):
         bias: Float[Array, " E"],
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
-        own: Own | None = None,
+        own: OwnGroups | None = None,
     ) -> Routing:
         """The choice of experts, by comparisons for few rows."""
         del own  # no kernel multiplies

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.grouped_matmul import api as grouped_matmul
-from kernels_pallas.grouped_matmul.layout import Own
+from kernels_pallas.grouped_matmul.layout import OwnGroups
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
@@ -35,7 +35,7 @@ class HopperExperts(Experts):
         bias: Float[Array, " E"],
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
-        own: Own | None = None,
+        own: OwnGroups | None = None,
     ) -> Routing:
         """The choice by a kernel that also counts the choices of each expert, or lays out the rows of few."""
         if "experts" not in self.on.kernels or not can(router.check, logits.shape[1], rule):

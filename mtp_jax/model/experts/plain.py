@@ -8,7 +8,7 @@ from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.grouped_matmul.layout import Own
+from kernels_pallas.grouped_matmul.layout import OwnGroups
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import reference as router
 from kernels_pallas.router.rule import Rule
@@ -74,7 +74,7 @@ class Experts:
             if on.mesh is not None:
                 y, r = self._expert_parallel(p, cfg, x, scored)
             else:
-                r = self._choose(cfg, p.bias, scored, Own(0, p.down.shape[0]))
+                r = self._choose(cfg, p.bias, scored, OwnGroups(0, p.down.shape[0]))
                 if self.way == "dense":
                     rows = whole.reshape(-1, whole.shape[-1])
                     y = moe.dense(p.gate_up, p.down, rows, r, on.product, limit)
@@ -98,7 +98,7 @@ class Experts:
         cfg: ModelConfig,
         bias: Float[Array, " E"] | None,
         scored: Scored,
-        own: Own | None = None,
+        own: OwnGroups | None = None,
     ) -> Routing:
         """Groups, then experts, chosen by corrected score (arXiv 2412.19437, eqs. 12-16), or by token."""
         with jax.named_scope("moe_route"):
@@ -114,7 +114,7 @@ class Experts:
         bias: Float[Array, " E"],
         rule: Rule,
         counted: Bool[Array, " T"] | None = None,
-        own: Own | None = None,
+        own: OwnGroups | None = None,
     ) -> Routing:
         """The experts of each row; a row that does not count has id E, which is no expert.
 
@@ -182,7 +182,7 @@ class Experts:
             self._mesh.shape["data"] > 1
         ):  # a gather leaves out the rows that fill tiles, which kernels add again
             x = x.gathered(own * width)
-        own_experts = None if p.copies is not None else Own(self._first(p), p.down.shape[0])
+        own_experts = None if p.copies is not None else OwnGroups(self._first(p), p.down.shape[0])
         r = self._choose(cfg, p.bias, jax.tree.map(_gathered, scored), own_experts)
         part = self._own_experts(p, x, _in_slots(p, r, 0), limit=cfg.swiglu_limit)
         part = jax.lax.psum(part.reshape(-1, width, part.shape[-1]), "model")

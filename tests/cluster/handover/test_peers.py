@@ -30,7 +30,7 @@ from mtp_jax.store.page import Page, checksum
 from mtp_jax.wire import door
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.handshake import greet
-from mtp_jax.wire.signed import HEAD, TAG, Seals, Signed, Tags, framed
+from mtp_jax.wire.signed import HEAD, TAG, MessageTags, Seals, Signed, framed
 from tests.cluster.handover.proxy import Proxy, cut, flip, stall
 
 SECRET = b"sixteen characters"
@@ -250,7 +250,7 @@ def test_garbage_is_refused_and_the_next_one_is_served(sent, proved):
 
 def test_messages_are_bounded_on_the_way_out_too():
     with source() as s, socket.create_connection(s.address) as connected:
-        seals = Seals(Tags(b"a"), Tags(b"b"))
+        seals = Seals(MessageTags(b"a"), MessageTags(b"b"))
         signed = Signed(Connection(connected, time.monotonic() + 1), seals, KINDS, MOST_JSON)
         with pytest.raises(WireError, match=f"the most is {MOST_JSON:,}"):
             signed.send(Failed("x" * MOST_JSON))
