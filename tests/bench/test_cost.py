@@ -12,8 +12,8 @@ from mtp_jax.bench.cost import of_entries, of_head, of_nextn, of_trunk
 from mtp_jax.bench.subject import load
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.model import backend
+from mtp_jax.model.head_specs import Medusa
 from mtp_jax.model.narrow import Fp8
-from mtp_jax.model.params import Medusa
 from mtp_jax.model.stack import Stack
 from mtp_jax.planning.work import expected_experts
 from tests import golden, medusa
