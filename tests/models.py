@@ -31,7 +31,8 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import check_config
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import OF_MLA, GqaConfig, ModelConfig
-from mtp_jax.model.params import BlockHead, Layer, Medusa, Mlp, Moe, Params, Spec, param_specs
+from mtp_jax.model.head_specs import BlockHead, Medusa
+from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import data_size, param_sharding
 from mtp_jax.text.grammar import Grammars
 

@@ -2,6 +2,7 @@
 
 from jax.sharding import Mesh
 
+from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.decode.state import StateShape
 from mtp_jax.engine.config import EngineConfig
@@ -43,8 +44,9 @@ def make_runner(
     sizes = config.max_num_seqs, pages, config.page_size, config.columns
     shape = StateShape(*sizes, config.dtype, fp8, 1 + config.num_speculative_tokens)
     on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
-    how = config.suffix_drafts, config.law, config.adaptive_verification, config.trees
-    runner = LocalRunner(Model(cfg, on), params, shape, *how, allocate=allocate)
+    drafter = build(cfg, config.suffix_drafts, config.trees)
+    how = config.law, config.adaptive_verification
+    runner = LocalRunner(Model(cfg, on), drafter, params, shape, *how, allocate=allocate)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

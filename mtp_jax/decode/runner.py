@@ -10,8 +10,8 @@ import numpy as np
 from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
-from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.keys import Key, PageKey, StepKey, TreeShape
+from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.law import Law
 from mtp_jax.decode.programs import Programs
@@ -43,21 +43,18 @@ class LocalRunner(DeviceRunner):
     def __init__(
         self,
         model: Model,
+        drafter: Drafter,
         params: Params,
         shape: StateShape,
-        suffix_drafts: bool = False,
         law: Law | None = None,
         margins: bool = False,
-        tree: TreeShape | None = None,
         allocate: bool = True,
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        suffix_drafts: whether ``drafter.suffix.Suffix`` stands before the model's own drafter. law, margins:
-        see ``Step``. tree: trees that the drafter grows; None: chains. allocate: False: the cache stays
-        released, and ``state`` has its shapes.
+        law, margins: see ``Step``. allocate: False: the cache stays released, and ``state`` has its shapes.
         """
-        drafter, on = build(model.cfg, suffix_drafts, tree), model.on
+        on = model.on
         # The passes of several NextN layers differ, so no loop can compute them.
         loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
         super().__init__(data_size(on.mesh), layout_of(model, params), loops)

@@ -16,8 +16,9 @@ from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
 from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.model.head_specs import Eagle3
 from mtp_jax.model.layers import rms_norm
-from mtp_jax.model.params import Eagle3, Layer, Params
+from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.products.plain import Stream
 
 

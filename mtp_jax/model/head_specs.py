@@ -1,15 +1,15 @@
 """The parameters of draft heads as they are declared."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mtp_jax.model.config import HeadConfig, ModelConfig
 from mtp_jax.model.head_config import BlockConfig, Eagle3Config, MedusaConfig, StagesConfig, head_of
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
-from mtp_jax.model.spec import Spec
+from mtp_jax.model.spec import Spec, parameters
 from mtp_jax.model.v4_specs import HyperHead, hyper_head, v4_block, whole
 
 
-@dataclass(frozen=True)
+@parameters
 class Eagle3:
     """An EAGLE-3 head (arXiv 2503.01840, section 3.1) for a trunk of width D, itself of width d.
 
@@ -37,7 +37,7 @@ class Eagle3:
         return *self.tap_norms, self.fuse, self.hidden_norm, *self.layer.entries
 
 
-@dataclass(frozen=True)
+@parameters
 class Convolution:
     """A grouped causal convolution before a sublayer and one behind it, over t rows of a block (DFlash2).
 
@@ -48,7 +48,7 @@ class Convolution:
     projection: Weight  # [2 t D / g, D]
 
 
-@dataclass(frozen=True)
+@parameters
 class BlockLayer:
     """A layer of a head that drafts blocks."""
 
@@ -57,7 +57,7 @@ class BlockLayer:
     mlp_conv: Convolution | None
 
 
-@dataclass(frozen=True)
+@parameters
 class Markov:
     """The bias of a draft's logits by the token before it (DSpark): ``following previous[token]``."""
 
@@ -65,7 +65,7 @@ class Markov:
     following: Weight  # [V, r], markov_w2
 
 
-@dataclass(frozen=True)
+@parameters
 class Confidence:
     """The probability that a draft is accepted, as DSpark's head sees it."""
 
@@ -73,7 +73,7 @@ class Confidence:
     bias: Weight  # [1]; None in DeepSeek-V4's stages
 
 
-@dataclass(frozen=True)
+@parameters
 class Selector:
     """The score of a candidate after the token before it (DFlash2)."""
 
@@ -82,7 +82,7 @@ class Selector:
     hidden: Weight  # [r, d], hidden_projection
 
 
-@dataclass(frozen=True)
+@parameters
 class BlockHead:
     """A head of width d that drafts a block in one pass, beside a trunk of width D: see ``BlockConfig``.
 
@@ -115,7 +115,7 @@ class BlockHead:
         return self.fuse, self.context_norm, *each
 
 
-@dataclass(frozen=True)
+@parameters
 class MedusaBlock:
     """A residual block of a Medusa head: x + silu(linear(x) + bias). ``bias`` is None where there is none."""
 
@@ -123,7 +123,7 @@ class MedusaBlock:
     bias: Weight  # [D]
 
 
-@dataclass(frozen=True)
+@parameters
 class Medusa:
     """Medusa heads beside a trunk of width D: see ``MedusaConfig``. Each has residual blocks and a table."""
 

@@ -1,16 +1,15 @@
 """The parameters of a decoder block as they are declared, and of its parts."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from mtp_jax.model.config import GqaConfig, IndexerConfig, ModelConfig
-from mtp_jax.model.spec import Spec
+from mtp_jax.model.spec import Spec, parameters
 
 Weight = Any
 """A parameter: its ``Spec``, or in its place an array, a ``Narrow``, a shape or a sharding; or None."""
 
 
-@dataclass(frozen=True)
+@parameters
 class Indexer:
     """Parameters that choose the entries of sparse attention (arXiv 2512.02556, section 2.1)."""
 
@@ -21,7 +20,7 @@ class Indexer:
     weights: Weight  # [H, D] float32
 
 
-@dataclass(frozen=True)
+@parameters
 class Attention:
     """MLA (arXiv 2405.04434, section 2.1). ``q_a`` and ``q_norm`` are None when queries have no low rank.
 
@@ -44,7 +43,7 @@ class Attention:
         return self.kv_a, self.kv_norm
 
 
-@dataclass(frozen=True)
+@parameters
 class GqaAttention:
     """Grouped-query attention (GQA, arXiv 2305.13245): G heads of keys and values for N query heads.
 
@@ -67,7 +66,7 @@ class GqaAttention:
         return self.k, self.v, self.k_bias, self.v_bias, self.k_norm
 
 
-@dataclass(frozen=True)
+@parameters
 class Mlp:
     """SwiGLU: gate and up stacked."""
 
@@ -75,7 +74,7 @@ class Mlp:
     down: Weight  # [D, I]
 
 
-@dataclass(frozen=True)
+@parameters
 class Moe:
     """Routed experts and the shared expert (None when the model has none).
 
@@ -98,7 +97,7 @@ class Moe:
         return self.gate_up, self.down
 
 
-@dataclass(frozen=True)
+@parameters
 class Layer:
     """A pre-norm decoder block. Its halves have hyper-connections where there are several streams."""
 

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import MedusaConfig
-from mtp_jax.model.params import Medusa, Params
+from mtp_jax.model.head_specs import Medusa
+from mtp_jax.model.params import Params
 
 
 @dataclass(frozen=True)

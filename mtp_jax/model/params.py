@@ -12,30 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_specs import (
-    BlockHead,
-    BlockLayer,
-    Confidence,
-    Convolution,
-    Eagle3,
-    Markov,
-    Medusa,
-    MedusaBlock,
-    Selector,
-)
-from mtp_jax.model.layer_specs import Attention, GqaAttention, Indexer, Layer, Mlp, Moe
-from mtp_jax.model.spec import Spec
+from mtp_jax.model.layer_specs import Attention, GqaAttention, Layer, Mlp, Moe
+from mtp_jax.model.spec import Spec, watch_trees
 from mtp_jax.model.specs import NextN, Params, param_specs
-from mtp_jax.model.v4_specs import CompressedAttention, Compressor, EntryIndexer, Hyper, HyperHead
+from mtp_jax.model.v4_specs import CompressedAttention, Compressor, Hyper, HyperHead
+
+__all__ = [
+    "Attention", "CompressedAttention", "Compressor", "GqaAttention", "Hyper", "HyperHead", "Layer",
+    "Mlp", "Moe", "NextN", "Params", "Spec", "dtype_of", "init_params", "init_tree", "param_specs",
+    "shapes", "type_of",
+]  # fmt: skip
 
 # `flax.struct` declares every other pytree; these classes are declared without jax, and flax imports it.
-for _tree in (
-    *(Indexer, Attention, GqaAttention, Mlp, Moe, Layer, NextN, Params),
-    *(Eagle3, BlockHead, BlockLayer, Convolution, Markov, Confidence, Selector),
-    *(Medusa, MedusaBlock),
-    *(CompressedAttention, Compressor, EntryIndexer, Hyper, HyperHead),
-):
-    jax.tree_util.register_dataclass(_tree)
+watch_trees(jax.tree_util.register_dataclass)
 
 Tree = TypeVar("Tree")
 

@@ -6,7 +6,7 @@ Trees of them are in ``specs``.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 
@@ -83,6 +83,28 @@ class Spec:
     def parts(self, mesh: Mapping[str, int]) -> int:
         """Number of parts that a mesh splits the array into; mesh: sizes of its axes."""
         return math.prod(ways(axis, mesh) for axis in self.axes)
+
+
+_T = TypeVar("_T")
+_TREES: list[type] = []
+_WATCHERS: list[Callable[[type], object]] = []
+
+
+@dataclass_transform(frozen_default=True)
+def parameters(cls: type[_T]) -> type[_T]:
+    """Declare a part of a tree of parameters: a frozen dataclass, which ``params`` registers with jax."""
+    made = dataclass(frozen=True)(cls)
+    _TREES.append(made)
+    for see in _WATCHERS:
+        see(made)
+    return made
+
+
+def watch_trees(see: Callable[[type], object]) -> None:
+    """Call ``see`` with every class of ``parameters``, now or when it is declared."""
+    _WATCHERS.append(see)
+    for tree in _TREES:
+        see(tree)
 
 
 def leaves(tree: object) -> Iterator[Spec]:

@@ -6,17 +6,17 @@ Random initialisation, shardings, the tensors that a checkpoint must hold and ev
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_specs import DraftHead, head_specs
 from mtp_jax.model.layer_specs import Layer, Moe, Weight, block, norm, table
-from mtp_jax.model.spec import Spec, count
+from mtp_jax.model.spec import Spec, count, parameters
 from mtp_jax.model.v4_specs import HyperHead, hyper_head, v4_block, v4_merge
 
 
-@dataclass(frozen=True)
+@parameters
 class NextN:
     """A Multi-Token-Prediction module. ``embed`` and ``head`` are None when they are the trunk's own.
 
@@ -74,7 +74,7 @@ def nextn_copies(cfg: ModelConfig, k: int) -> tuple[str, str]:
     return f"{p}.embed_tokens.weight", f"{p}.shared_head.head.weight"
 
 
-@dataclass(frozen=True)
+@parameters
 class Params:
     """A whole model. ``head`` is None when the embedding is tied to it, ``drafter`` without a draft head."""
 

@@ -12,7 +12,8 @@ from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import LayerCache, PagedView
-from mtp_jax.model.params import BlockLayer, Params
+from mtp_jax.model.head_specs import BlockLayer
+from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model, Sight
 
 

@@ -1,13 +1,13 @@
 """The parameters of DeepSeek-V4's blocks as they are declared, under the names of its release."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mtp_jax.model.config import CompressedConfig, HyperConfig, ModelConfig
 from mtp_jax.model.layer_specs import Layer, Mlp, Moe, Weight, norm
-from mtp_jax.model.spec import Spec
+from mtp_jax.model.spec import Spec, parameters
 
 
-@dataclass(frozen=True)
+@parameters
 class Compressor:
     """Makes an entry of r tokens, and of the r tokens before them where it overlaps: c = 2, else 1."""
 
@@ -17,7 +17,7 @@ class Compressor:
     norm: Weight  # [d]
 
 
-@dataclass(frozen=True)
+@parameters
 class EntryIndexer:
     """Chooses the entries that a token attends to, by index keys that a compressor makes."""
 
@@ -26,7 +26,7 @@ class EntryIndexer:
     compressor: Compressor
 
 
-@dataclass(frozen=True)
+@parameters
 class CompressedAttention:
     """Window and compressed attention. ``compressor`` and ``indexer`` are None where a layer has none."""
 
@@ -47,7 +47,7 @@ class CompressedAttention:
         return self.kv, self.kv_norm, self.compressor, self.indexer and self.indexer.compressor
 
 
-@dataclass(frozen=True)
+@parameters
 class Hyper:
     """Makes the gates of a sublayer's S streams, and the matrix that mixes them, of all S * D values."""
 
@@ -56,7 +56,7 @@ class Hyper:
     scale: Weight  # [3] float32: of gates in, of gates out, of the matrix
 
 
-@dataclass(frozen=True)
+@parameters
 class HyperHead:
     """Makes the gates by which S streams become one, behind the last block."""
 

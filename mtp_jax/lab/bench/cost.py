@@ -18,9 +18,10 @@ from mtp_jax.decode.keys import StepKey
 from mtp_jax.lab.planning.work import attention, expected_experts
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head_config import BlockConfig, head_of
+from mtp_jax.model.head_specs import BlockHead, Eagle3, Medusa
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, nbytes
-from mtp_jax.model.params import BlockHead, Eagle3, Layer, Medusa, Moe, NextN, Params, type_of
+from mtp_jax.model.params import Layer, Moe, NextN, Params, type_of
 from mtp_jax.model.stack import each
 
 

@@ -30,8 +30,9 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.model.config import CompressedConfig, HyperConfig, ModelConfig
 from mtp_jax.model.head_config import StagesConfig
+from mtp_jax.model.head_specs import BlockHead, Markov
 from mtp_jax.model.hf_config import read_json
-from mtp_jax.model.params import BlockHead, Markov, NextN, Params, Spec, dtype_of, param_specs
+from mtp_jax.model.params import NextN, Params, Spec, dtype_of, param_specs
 
 # All blocks together add this much to the residual stream, relative to the embedding they start from.
 _LOUDNESS = 0.4

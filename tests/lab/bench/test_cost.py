@@ -13,8 +13,8 @@ from mtp_jax.lab.bench.cost import of_entries, of_head, of_nextn, of_trunk
 from mtp_jax.lab.bench.subject import load
 from mtp_jax.lab.planning.work import expected_experts
 from mtp_jax.model import backend
+from mtp_jax.model.head_specs import Medusa
 from mtp_jax.model.narrow import Fp8
-from mtp_jax.model.params import Medusa
 from mtp_jax.model.stack import Stack
 from tests import golden, medusa
 
