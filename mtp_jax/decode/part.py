@@ -1,15 +1,25 @@
-"""The rows that one part of a step puts through the trunk: the windows of slots, or the chunk of prompts."""
+"""A part of a step: the windows of slots, or the chunk of prompts. Both go through the trunk side by side."""
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from mtp_jax.decode.state import Slots, Which
+from mtp_jax.decode.arrays import TopLogprobs
+from mtp_jax.decode.drafter.protocol import Committed, Drafter, Features
+from mtp_jax.decode.keys import StepKey
+from mtp_jax.decode.result import Emitted, StepResult
+from mtp_jax.decode.sampling import top_logprobs
+from mtp_jax.decode.state import Slots, State, Which, put_slots
 from mtp_jax.model.cache import PagedView
+from mtp_jax.model.params import Params
+from mtp_jax.model.trunk import Model
 
 
-class StepPart(NamedTuple):
-    """The rows of one part.
+class PartRows(NamedTuple):
+    """The rows that a part puts through the trunk.
 
     Attributes:
         which: slot of each sequence.
@@ -24,3 +34,62 @@ class StepPart(NamedTuple):
     tokens: Int[Array, "B W"]
     positions: Int[Array, "B W"]
     view: PagedView
+
+    def committed(self, features: Features, count: Int[Array, " B"], defer: bool = False) -> Committed:
+        """The first ``count`` tokens of each row as part of its sequence."""
+        positions = jnp.where(jnp.arange(self.tokens.shape[1]) < count[:, None], self.positions, -1)
+        table, form = self.view.page_table, self.view.form
+        return Committed(self.tokens, positions, features, count, table, form, defer)
+
+
+class Outputs(NamedTuple):
+    """Outputs of the trunk's pass for the rows of a part.
+
+    Attributes:
+        hidden: hidden states after the final norm.
+        features: hidden states that the drafter observes.
+        logits: logits of the rows that ``Part.scored`` names; None where ``Part.greedy`` spares them.
+    """
+
+    hidden: Float[Array, "_B _W D"]
+    features: Features
+    logits: Float[Array, "_B _w V"] | None
+
+
+@dataclass(frozen=True)
+class Part(ABC):
+    """A part of a step, which says by itself how the state goes on from its rows.
+
+    Attributes:
+        key: the step's.
+    """
+
+    model: Model
+    drafter: Drafter
+    key: StepKey
+    rows: PartRows
+
+    @property
+    @abstractmethod
+    def greedy(self) -> bool:
+        """Whether the likeliest tokens are enough, in the place of logits."""
+
+    @abstractmethod
+    def scored(self, hidden: Float[Array, "_B _W D"]) -> Float[Array, "_B _w D"]:
+        """The rows whose logits the part reads."""
+
+    @abstractmethod
+    def conclude(self, params: Params, state: State, out: Outputs) -> tuple[State, StepResult]:
+        """The state after the part, with its tokens emitted and committed."""
+
+    def commit(self, params: Params, state: State, seen: Committed, after: Slots) -> State:
+        """The state in which these tokens belong to their sequences. after: the part's slots."""
+        rows, own = self.rows, state.drafter.of(self.rows.which)
+        told = self.drafter.observe(params, own, seen, self.model.on)
+        slots = put_slots(state.slots, rows.which, after, rows.slots)
+        return state.replace(slots=slots, drafter=state.drafter.put(rows.which, told, own))
+
+    def top(self, logits: Float[Array, "_B _w V"] | None, emitted: Emitted) -> TopLogprobs | None:
+        """Log-probabilities of the emitted tokens, where the mode has any."""
+        count = self.key.mode.logprobs
+        return None if count is None or logits is None else top_logprobs(logits, emitted.tokens, count)

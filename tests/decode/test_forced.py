@@ -15,8 +15,7 @@ from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.law import GOLDEN, Law
 from mtp_jax.decode.state import State, StateShape
-from mtp_jax.decode.step import Step
-from mtp_jax.decode.step import _windows as windows_of
+from mtp_jax.decode.windows import Windows, rows_of
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams, StructuredOutput
@@ -138,7 +137,7 @@ def branches(law: Law | None) -> int:
     """Conditionals of a compiled verdict over sampled drafts: each draws, or takes the likeliest tokens."""
     model, drafter = Model(TINY, xla()), build(TINY)
     state, vocab = abstract_state(model, drafter, StateShape(2, 2, 16, 1)), TINY.vocab_size
-    step = Step(model, drafter, StepKey(2, DEPTH, 1, SamplingMode("sampled", "block")), law)
+    key = StepKey(2, DEPTH, 1, SamplingMode("sampled", "block"))
 
     def shape(*sizes: int, dtype=jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -148,7 +147,8 @@ def branches(law: Law | None) -> int:
     hidden, logits = shape(2, DEPTH + 1, TINY.hidden_size), shape(2, DEPTH + 1, vocab)
 
     def judged(params: Params, state: State, hidden: Any, logits: Any, drafts: Drafts) -> Any:
-        return step._judged(params, windows_of(state, drafts, 1), hidden, logits, drafts, None)
+        rows = rows_of(state, drafts, 1)
+        return Windows(model, drafter, key, rows, drafts, None, law, True).judged(params, hidden, logits)
 
     compiled = jax.jit(judged).lower(tiny_params(), state, hidden, logits, drafts).compile()
     return (compiled.as_text() or "").count(" conditional(")

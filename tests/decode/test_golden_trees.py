@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import Loaded, load
-from mtp_jax.decode import step
+from mtp_jax.decode import windows
+from mtp_jax.decode.accept import accept_drafts
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
 from mtp_jax.decode.drafter.build import build
@@ -20,7 +21,7 @@ from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import ACCEPTED, COUNT, SamplingMode, StepKey, TreeShape
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import State, StateShape
-from mtp_jax.decode.step import Step, _windows, accept_drafts
+from mtp_jax.decode.step import Step
 from mtp_jax.decode.verify import Verdict
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
@@ -47,10 +48,10 @@ def programs(cfg: ModelConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return seen[0][0]
 
         with pytest.MonkeyPatch.context() as patch:  # while it is traced
-            patch.setattr(step, "accept_drafts", recorded)
+            patch.setattr(windows, "accept_drafts", recorded)
             verifying = Step(model, drafter, StepKey(ROWS, WIDTH - 1, 1, mode))
             _, result = verifying.verify(params, state, drafts, None)
-        return result.packed, *seen[0], _windows(state, drafts, 1).view.visible.mask(WIDTH, PAGE)
+        return result.packed, *seen[0], windows.rows_of(state, drafts, 1).view.visible.mask(WIDTH, PAGE)
 
     key = StepKey(0, 0, 1, mode, tokens=PROMPT, prompts=ROWS)
     return jax.jit(Step(model, drafter, key)), jax.jit(judged)
