@@ -102,12 +102,14 @@ class _SearchCallItem(Body):
 class _OwnCallItem(Body):
     """A call of a tool that the client runs and that has a type of its own: its fields are the arguments."""
 
-    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call", "computer_call"]
     call_id: Name
+    # About the item, not of the call.
+    without_effect: ClassVar = frozenset({"id", "status", "caller", "created_by", "pending_safety_checks"})
 
     def call(self, known: ClientTools) -> JsonObject:
         """The same."""
-        told = {k: v for k, v in (self.model_extra or {}).items() if k not in ("id", "status")}
+        told = {k: v for k, v in (self.model_extra or {}).items() if k not in self.without_effect}
         kind = self.type.removesuffix("_call")
         function = {"name": known.name(Identity(kind, kind)), "arguments": to_json(told).decode()}
         return {"id": self.call_id, "function": function}
@@ -129,6 +131,24 @@ class _OwnResultItem(Body):
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     call_id: Annotated[Name, Field(validation_alias=AliasChoices("call_id", "id"))]
     output: object = None
+
+    @property
+    def text(self) -> str:
+        """The result."""
+        return _told(self.output)
+
+
+class _ScreenItem(Body):
+    """The result of a call of a computer: a picture."""
+
+    type: Literal["computer_call_output"]
+    call_id: Name
+    output: Unread | None = None
+
+    @property
+    def text(self) -> str:
+        """The text in its place."""
+        return self.output.text if self.output else ""
 
 
 class _ToolsItem(Body):
@@ -169,10 +189,11 @@ _KINDS: dict[str | None, str | None] = {
     **dict.fromkeys((None, "message"), "a message"),
     "function_call": "a call",
     "custom_tool_call": "a custom call",
-    **dict.fromkeys((f"{name}_call" for name in OWN), "an own call"),
+    **dict.fromkeys((f"{name}_call" for name in OWN.values()), "an own call"),
     "function_call_output": "a result",
     "custom_tool_call_output": "a result",
-    **dict.fromkeys((f"{name}_call_output" for name in OWN), "an own result"),
+    **dict.fromkeys((f"{name}_call_output" for name in OWN.values()), "an own result"),
+    "computer_call_output": "a screen",
     **dict.fromkeys(("additional_tools", "tool_search_output"), "tools"),
     "tool_search_call": "a search",
     "reasoning": "a thought",
@@ -192,6 +213,7 @@ def _is_elsewhere(item: object) -> bool:
     return member(item, "call_id") is None or member(item, "execution") == "server"
 
 
+_OwnResult = _OwnResultItem | _ScreenItem
 _Item = Annotated[
     Annotated[_MessageItem, Tag("a message")]
     | Annotated[_CallItem, Tag("a call")]
@@ -200,6 +222,7 @@ _Item = Annotated[
     | Annotated[_OwnCallItem, Tag("an own call")]
     | Annotated[_ResultItem, Tag("a result")]
     | Annotated[_OwnResultItem, Tag("an own result")]
+    | Annotated[_ScreenItem, Tag("a screen")]
     | Annotated[_ToolsItem, Tag("tools")]
     | Annotated[_ReasoningItem, Tag("a thought")]
     | Annotated[_LeftOutItem, Tag("another item")],
@@ -260,6 +283,8 @@ class ResponsesBody(CallBody, Switches):
                 yield from left_out(item.tools, f"{prefix}input.{i}")
             elif isinstance(item, _LeftOutItem):
                 yield f"{prefix}input.{i}.{item.type}"
+            elif isinstance(item, _ScreenItem) and item.output:
+                yield from item.output.unknown(f"{prefix}input.{i}.output.")
             elif isinstance(item, _MessageItem | _ResultItem):
                 yield from unread(item.parts, f"{prefix}input.{i}.{item.where}")
         # Other values concern tools that this server does not run, or have no effect on the answer.
@@ -283,7 +308,7 @@ class ResponsesBody(CallBody, Switches):
     def _reads_the_newest(self) -> "ResponsesBody":
         told = [(i, item) for i, item in enumerate(self._items) if not isinstance(item, _LeftOutItem)]
         told = [(i, item) for i, item in told if not isinstance(item, _ToolsItem) or item.is_ours]
-        of_tools = len(told) > 1 and isinstance(told[-2][1], _ResultItem | _OwnResultItem | _ToolsItem)
+        of_tools = len(told) > 1 and isinstance(told[-2][1], _ResultItem | _OwnResult | _ToolsItem)
         for i, item in told[-1:]:
             if isinstance(item, _MessageItem) and item.role == "user" and not of_tools:
                 check_newest(item.content, f"input.{i}.content")
@@ -325,9 +350,9 @@ class ResponsesBody(CallBody, Switches):
             elif isinstance(item, _MessageItem) and item.role != "assistant":
                 answer = None
                 turns.append({"role": item.role, "content": _text(item.content)})
-            elif isinstance(item, _ResultItem | _OwnResultItem):
+            elif isinstance(item, _ResultItem | _OwnResult):
                 answer = None
-                told = _text(item.output) if isinstance(item, _ResultItem) else _told(item.output)
+                told = _text(item.output) if isinstance(item, _ResultItem) else item.text
                 turns.append({"role": "tool", "tool_call_id": item.call_id, "content": told})
             else:
                 if answer is None:
