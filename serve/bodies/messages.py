@@ -165,6 +165,11 @@ class _ToolResultBlock(Body):
     content: _Texts | None = None
     is_error: bool | None = None
 
+    @property
+    def text(self) -> str:
+        """The result, which says that it is an error if it is."""
+        return ("Error: " if self.is_error else "") + _text(self.content)
+
 
 _Block = Annotated[
     _Written
@@ -197,7 +202,7 @@ class _Message(Body):
         blocks = self.blocks
         for block in blocks:
             if isinstance(block, _ToolResultBlock):
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
         calls = [block.call(known) for block in blocks if isinstance(block, _ToolUseBlock)]
         text = _text(blocks)
         thought = "".join(b.thinking for b in blocks if isinstance(b, _ThinkingBlock))

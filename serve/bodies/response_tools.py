@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import JsonObject
 from serve.bodies.client_tools import ClientTools, Entry, Identity
@@ -182,6 +182,12 @@ class _Pick(Body):
     type: Name
     name: FunctionName | None = None
     namespace: Name | None = None
+
+    @model_validator(mode="after")
+    def _is_named(self) -> "_Pick":
+        if self.type in ("function", "custom", "namespace") and self.name is None:
+            raise ValueError("name: this field is required; add it")
+        return self
 
     def names(self, known: ClientTools) -> list[str]:
         """Their names in the prompt."""

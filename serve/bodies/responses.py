@@ -25,7 +25,7 @@ from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out,
 from serve.bodies.schema import CallBody, ChatBody, MaxTokens, most_tokens
 from serve.bodies.tools import FunctionName
 from serve.bodies.unread import Unread, check_newest, unread
-from serve.bodies.variables import Switches
+from serve.bodies.variables import Reasoning, Switches
 
 _SAME = ChatBody.model_fields.keys() - {"tools", "tool_choice"}
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
@@ -117,7 +117,8 @@ class _OwnCallItem(Body):
 
 class _ResultItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Name
+    call_id: Name | None = None
+    name: Name | None = None
     output: _Content
     where: ClassVar = "output"
 
@@ -125,6 +126,12 @@ class _ResultItem(Body):
     def parts(self) -> _Content:
         """The same."""
         return self.output
+
+    @property
+    def text(self) -> str:
+        """The result; a result of no call says which tool's it is."""
+        text = _text(self.output)
+        return text if self.call_id else f"Result of {self.name or 'a tool'}:\n{text}"
 
 
 class _OwnResultItem(Body):
@@ -179,6 +186,27 @@ class _ReasoningItem(Body):
     summary: _Parts | None = None
 
 
+class _Format(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: Text | None = None
+    strict: bool | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+
+
+class _TextOptions(Body):
+    format: _Format | None = None
+    verbosity: str | None = None
+
+
+class _UpdateItem(Body):
+    """A change of the request's options, which holds until the next."""
+
+    type: Literal["configuration_update"]
+    reasoning: Reasoning | None = None
+    text: _TextOptions | None = None
+
+
 class _LeftOutItem(Body):
     """An item that only OpenAI's servers can read, or the work of a tool of theirs, or of an unknown type."""
 
@@ -197,6 +225,7 @@ _KINDS: dict[str | None, str | None] = {
     **dict.fromkeys(("additional_tools", "tool_search_output"), "tools"),
     "tool_search_call": "a search",
     "reasoning": "a thought",
+    "configuration_update": "a change of options",
     "item_reference": None,
 }
 
@@ -225,6 +254,7 @@ _Item = Annotated[
     | Annotated[_ScreenItem, Tag("a screen")]
     | Annotated[_ToolsItem, Tag("tools")]
     | Annotated[_ReasoningItem, Tag("a thought")]
+    | Annotated[_UpdateItem, Tag("a change of options")]
     | Annotated[_LeftOutItem, Tag("another item")],
     told(
         _tag,
@@ -234,23 +264,11 @@ _Item = Annotated[
 ]
 
 
-class _Format(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    name: Name | None = None
-    description: Text | None = None
-    strict: bool | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
-
-
-class _TextOptions(Body):
-    format: _Format | None = None
-    verbosity: str | None = None
-
-
 class ResponsesBody(CallBody, Switches):
     """The body of the route."""
 
-    without_effect: ClassVar = CallBody.without_effect | {"client_metadata", "max_tool_calls"}
+    # What is stored is refused, unless the field is empty.
+    without_effect: ClassVar = CallBody.without_effect | {"client_metadata", "max_tool_calls", *_STORED}
 
     input: Annotated[
         Annotated[Text, Tag("a string")]
@@ -306,7 +324,8 @@ class ResponsesBody(CallBody, Switches):
 
     @model_validator(mode="after")
     def _reads_the_newest(self) -> "ResponsesBody":
-        told = [(i, item) for i, item in enumerate(self._items) if not isinstance(item, _LeftOutItem)]
+        silent = _LeftOutItem | _UpdateItem
+        told = [(i, item) for i, item in enumerate(self._items) if not isinstance(item, silent)]
         told = [(i, item) for i, item in told if not isinstance(item, _ToolsItem) or item.is_ours]
         of_tools = len(told) > 1 and isinstance(told[-2][1], _ResultItem | _OwnResult | _ToolsItem)
         for i, item in told[-1:]:
@@ -327,7 +346,11 @@ class ResponsesBody(CallBody, Switches):
         value["max_tokens"] = self.max_output_tokens
         value["tools"] = self.client_tools.tools
         value["tool_choice"] = self.tool_choice and picked(self.tool_choice, self.client_tools)
-        if self.text and (found := self.text.format):
+        updates = [item for item in self._items if isinstance(item, _UpdateItem)]
+        for effort in (item.reasoning.effort for item in updates if item.reasoning):
+            value["reasoning"] = {**value.get("reasoning", {}), "effort": effort}
+        formats = [told.format for told in (self.text, *(item.text for item in updates)) if told]
+        if found := next(filter(None, reversed(formats)), None):
             schema = {"name": found.name, "schema": found.schema_} if found.type == "json_schema" else None
             value["response_format"] = {"type": found.type, "json_schema": schema}
         return ChatBody.model_validate(value)
@@ -340,7 +363,7 @@ class ResponsesBody(CallBody, Switches):
             return [*turns, {"role": "user", "content": self.input}]
         answer: JsonObject | None = None  # the assistant's turn that items are being added to
         for item in self.input:
-            if isinstance(item, _LeftOutItem):
+            if isinstance(item, _LeftOutItem | _UpdateItem):
                 continue
             if isinstance(item, _ToolsItem):
                 if item.is_ours:
@@ -352,8 +375,8 @@ class ResponsesBody(CallBody, Switches):
                 turns.append({"role": item.role, "content": _text(item.content)})
             elif isinstance(item, _ResultItem | _OwnResult):
                 answer = None
-                told = _text(item.output) if isinstance(item, _ResultItem) else item.text
-                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": told})
+                of = {"role": "tool", "tool_call_id": item.call_id} if item.call_id else {"role": "user"}
+                turns.append({**of, "content": item.text})
             else:
                 if answer is None:
                     answer = {"role": "assistant", "content": []}
