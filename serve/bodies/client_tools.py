@@ -26,6 +26,10 @@ class Identity:
     namespace: str = ""
 
 
+Entry = tuple[Identity, JsonObject]
+"""A tool, and its fields on the chat route without its name."""
+
+
 class ClientTools:
     """The tools of one request, wherever it has them, by their names in the prompt.
 
@@ -38,8 +42,8 @@ class ClientTools:
         also: further names that a call may use, each of one tool alone, and its name in the prompt.
     """
 
-    def __init__(self, tools: Iterable[tuple[Identity, JsonObject]]) -> None:
-        """tools: each with its fields on the chat route, without its name; the same tool may come again.
+    def __init__(self, tools: Iterable[Entry]) -> None:
+        """tools: the same tool may come again; its newest fields hold.
 
         Raises RequestError for too many tools.
         """

@@ -81,8 +81,10 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("content: a message needs text")
+        if (self.model_extra or {}).get("function_call"):
+            raise ValueError("function_call: not supported here; use tool_calls")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(
                 f"tool_calls: only an assistant's message has calls, not one of the role {self.role}"

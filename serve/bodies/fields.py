@@ -178,6 +178,8 @@ def all_names(kind: type[BaseModel]) -> set[str]:
 class StreamOptions(Body):
     """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
 
+    without_effect: ClassVar = frozenset({"include_obfuscation"})  # there is none
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -205,16 +207,26 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's ``response_format``."""
+    """OpenAI's ``response_format``; other servers take the schema without an object around it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
 
     @model_validator(mode="after")
     def _matches(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with the type json_schema, and only with it")
+        if self.json_schema is not None and (self.type != "json_schema" or self.schema_ is not None):
+            raise ValueError("json_schema goes with the type json_schema, and without schema beside it")
+        if self.type == "json_schema" and self.wanted is None:
+            raise ValueError("the type json_schema needs json_schema, an object with the schema in it")
+        if self.type == "text" and self.wanted is not None:
+            raise ValueError("schema: not with the type text; use the type json_schema")
         return self
+
+    @property
+    def wanted(self) -> JsonObject | None:
+        """The schema; None: there is none."""
+        return self.json_schema.schema_ if self.json_schema else self.schema_
 
 
 class Structured(Body):

@@ -45,6 +45,10 @@ _TABLE: dict[str, dict[str, tuple[object, ...]]] = {
     "use the fields of this API, such as max_tokens": {"options": (), "parameters": ()},
     "leave it out: an answer does not repeat its prompt; /v1/completions has it": {"echo": (False,)},
     "put it into the messages or the prompt": {"documents": (), "system": (), "instructions": ()},
+    "send the fields in it beside the others": {"extra_body": ()},
+    "send token ids": {"prompt_embeds": (), "input_embeds": ()},
+    "leave it out: this server stores no session": {"session_params": ()},
+    "use top_logprobs_num": {"token_ids_logprob": ()},
     "leave it out: the checkpoint's own is used": {"chat_template": (), "template": ()},
     "render the prompt elsewhere and send it to /v1/completions": {
         "add_special_tokens": (False,), "add_bos_token": (False,), "transforms": (),
@@ -57,7 +61,7 @@ _TABLE: dict[str, dict[str, tuple[object, ...]]] = {
     "use tool_choice": {"function_call": ()},
     "leave it out: the server searches nothing": {"web_search_options": ()},
     _TEXTS: {
-        "modalities": (["text"],), "audio": (), "images": (), "image_data": (), "video_data": (),
+        "modalities": (["text"], []), "audio": (), "images": (), "image_data": (), "video_data": (),
         "audio_data": (), "multi_modal_data": (), "mm_processor_kwargs": (),
     },
     _ONE_MODEL: dict.fromkeys(

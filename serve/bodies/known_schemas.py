@@ -2,66 +2,92 @@
 
 from mtp_jax import JsonObject
 
-_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
-_NUMBERS = {"type": "array", "items": _NUMBER}
+TEXT, NUMBER, REAL = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+TEXTS, NUMBERS = {"type": "array", "items": TEXT}, {"type": "array", "items": NUMBER}
 
 
-def _object(required: str = "", **properties: JsonObject) -> JsonObject:
-    """An object's schema. required: names of the properties that must be there."""
+def fields(required: str = "", /, **properties: JsonObject) -> JsonObject:
+    """The schema of an object. required: names of the properties that must be there."""
     return {"type": "object", "properties": properties, "required": required.split()}
 
 
-def _one_of(names: str) -> JsonObject:
+def one_of(names: str) -> JsonObject:
+    """The schema of a string that is one of these."""
     return {"type": "string", "enum": names.split()}
+
+
+def _action(kind: str, required: str = "", /, **properties: JsonObject) -> JsonObject:
+    return fields(f"type {required}", type=one_of(kind), **properties)
+
+
+_AT = {"x": NUMBER, "y": NUMBER, "keys": TEXTS}
+_COMPUTER = {
+    "anyOf": [
+        _action("click", "button x y", button=one_of("left right wheel back forward"), **_AT),
+        _action("double_click", "x y", **_AT),
+        _action(
+            "drag", "path", path={"type": "array", "items": fields("x y", x=NUMBER, y=NUMBER)}, keys=TEXTS
+        ),
+        _action("keypress", "keys", keys=TEXTS),
+        _action("move", "x y", **_AT),
+        _action("scroll", "x y scroll_x scroll_y", scroll_x=NUMBER, scroll_y=NUMBER, **_AT),
+        _action("type", "text", text=TEXT),
+        _action("screenshot"),
+        _action("wait"),
+    ]
+}
+_USES = "Uses the mouse and the keyboard of a computer."
 
 
 OPENAI: dict[str, tuple[str, JsonObject]] = {
     "local_shell": (
         "Runs a command in the user's shell.",
-        _object(
+        fields(
             "action",
-            action=_object(
+            action=fields(
                 "type command env",
-                type=_one_of("exec"),
-                command={"type": "array", "items": _TEXT},
-                env={"type": "object", "additionalProperties": _TEXT},
-                working_directory=_TEXT,
-                timeout_ms=_NUMBER,
+                type=one_of("exec"),
+                command=TEXTS,
+                env={"type": "object", "additionalProperties": TEXT},
+                working_directory=TEXT,
+                timeout_ms=NUMBER,
             ),
         ),
     ),
     "shell": (
         "Runs commands in the user's shell.",
-        _object(
+        fields(
             "action",
-            action=_object(
+            action=fields(
                 "commands",
-                commands={"type": "array", "items": _TEXT},
-                timeout_ms=_NUMBER,
-                max_output_length=_NUMBER,
+                commands=TEXTS,
+                timeout_ms=NUMBER,
+                max_output_length=NUMBER,
             ),
         ),
     ),
     "apply_patch": (
         "Creates, changes or deletes a file of the user. The diff has V4A's form.",
-        _object(
+        fields(
             "operation",
-            operation=_object(
-                "type path", type=_one_of("create_file update_file delete_file"), path=_TEXT, diff=_TEXT
+            operation=fields(
+                "type path", type=one_of("create_file update_file delete_file"), path=TEXT, diff=TEXT
             ),
         ),
     ),
+    "computer": (_USES, fields("actions", actions={"type": "array", "items": _COMPUTER})),
+    "computer_use_preview": (_USES, fields("action", action=_COMPUTER)),
 }
 """Description of each tool of the Responses API, and a schema of the fields that the item of a call has."""
 
 _FILES = {
-    "path": _TEXT,
-    "file_text": _TEXT,
-    "old_str": _TEXT,
-    "new_str": _TEXT,
-    "insert_line": _NUMBER,
-    "insert_text": _TEXT,
-    "view_range": _NUMBERS,
+    "path": TEXT,
+    "file_text": TEXT,
+    "old_str": TEXT,
+    "new_str": TEXT,
+    "insert_line": NUMBER,
+    "insert_text": TEXT,
+    "view_range": NUMBERS,
 }
 _ACTIONS = (
     "key type mouse_move left_click left_click_drag right_click middle_click double_click triple_click "
@@ -71,34 +97,34 @@ _ACTIONS = (
 ANTHROPIC: dict[str, tuple[str, JsonObject]] = {
     "bash": (
         "Runs a command in a bash session that stays open; restart begins a new one.",
-        _object(command=_TEXT, restart={"type": "boolean"}),
+        fields(command=TEXT, restart={"type": "boolean"}),
     ),
     "text_editor": (
         "Views, creates and edits files.",
-        _object("command path", command=_one_of("view create str_replace insert undo_edit"), **_FILES),
+        fields("command path", command=one_of("view create str_replace insert undo_edit"), **_FILES),
     ),
     "memory": (
         "Views, creates, edits, renames and deletes files of a memory that lasts, below /memories.",
-        _object(
+        fields(
             "command",
-            command=_one_of("view create str_replace insert delete rename"),
+            command=one_of("view create str_replace insert delete rename"),
             **_FILES,
-            old_path=_TEXT,
-            new_path=_TEXT,
+            old_path=TEXT,
+            new_path=TEXT,
         ),
     ),
     "computer": (
-        "Uses the mouse and the keyboard of a computer.",
-        _object(
+        _USES,
+        fields(
             "action",
-            action=_one_of(_ACTIONS),
-            coordinate=_NUMBERS,
-            start_coordinate=_NUMBERS,
-            region=_NUMBERS,
-            text=_TEXT,
-            duration={"type": "number"},
-            scroll_direction=_one_of("up down left right"),
-            scroll_amount=_NUMBER,
+            action=one_of(_ACTIONS),
+            coordinate=NUMBERS,
+            start_coordinate=NUMBERS,
+            region=NUMBERS,
+            text=TEXT,
+            duration=REAL,
+            scroll_direction=one_of("up down left right"),
+            scroll_amount=NUMBER,
         ),
     ),
 }

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import JsonObject
+from serve.bodies.client_tools import ClientTools, Identity
 from serve.bodies.conversation import MAX_MESSAGES
 from serve.bodies.fields import Body, Name, Stops, Text, TextOr, all_names, bounds, kind_of, member, one_of
 from serve.bodies.foreign import CHAT, EMPTY, Refusing, is_neutral
-from serve.bodies.message_tools import ToolChange, Tools, functions, left_out
+from serve.bodies.message_tools import ToolChange, Tools, client_tools, left_out
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName
 from serve.bodies.unread import Unread, check_newest, unread
@@ -47,6 +49,18 @@ class _ReferenceBlock(Body):
     def text(self) -> str:
         """The name of the tool."""
         return f"[the tool {self.tool_name}]"
+
+
+class _BrowserBlock(Body):
+    """The tabs of a browser after a call of its toolset."""
+
+    type: Literal["browser_state"]
+
+    @property
+    def text(self) -> str:
+        """Its fields, as JSON."""
+        told = {key: value for key, value in (self.model_extra or {}).items() if key != "cache_control"}
+        return json.dumps(told, ensure_ascii=False)
 
 
 class _TextSource(Body):
@@ -87,7 +101,12 @@ def _written(value: object) -> str:
     kind = kind_of(value)
     if kind == "document":  # other sources are files
         return "a document" if kind_of(member(value, "source")) in ("text", "content") else "another block"
-    own = {"text": "a text", "search_result": "a result", "tool_reference": "a reference"}
+    own = {
+        "text": "a text",
+        "search_result": "a result",
+        "tool_reference": "a reference",
+        "browser_state": "a browser",
+    }
     return own.get(kind or "", "another block")
 
 
@@ -106,6 +125,7 @@ _Written = (
     Annotated[_TextBlock, Tag("a text")]
     | Annotated[_SearchResultBlock, Tag("a result")]
     | Annotated[_ReferenceBlock, Tag("a reference")]
+    | Annotated[_BrowserBlock, Tag("a browser")]
     | Annotated[_DocumentBlock, Tag("a document")]
     | Annotated[Unread, Tag("another block")]
 )
@@ -129,7 +149,14 @@ class _ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Name
     name: FunctionName
+    toolset_name: Name | None = None
     input: JsonObject
+
+    def call(self, known: ClientTools) -> JsonObject:
+        """The call in the form of the chat route's messages."""
+        name = known.name(Identity("function", self.name, self.toolset_name or ""))
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        return {"id": self.id, "function": {"name": name, "arguments": arguments}}
 
 
 class _ToolResultBlock(Body):
@@ -137,6 +164,11 @@ class _ToolResultBlock(Body):
     tool_use_id: Name
     content: _Texts | None = None
     is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """The result, which says that it is an error if it is."""
+        return ("Error: " if self.is_error else "") + _text(self.content)
 
 
 _Block = Annotated[
@@ -162,7 +194,7 @@ class _Message(Body):
         """Its blocks; none where it is a text."""
         return [] if isinstance(self.content, str) else self.content
 
-    def turns(self) -> Iterator[JsonObject]:
+    def turns(self, known: ClientTools) -> Iterator[JsonObject]:
         """The chat route's messages for this message: results of tools become messages before other text."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
@@ -170,12 +202,8 @@ class _Message(Body):
         blocks = self.blocks
         for block in blocks:
             if isinstance(block, _ToolResultBlock):
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
-        calls = [
-            {"id": b.id, "function": {"name": b.name, "arguments": json.dumps(b.input, ensure_ascii=False)}}
-            for b in blocks
-            if isinstance(b, _ToolUseBlock)
-        ]
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text}
+        calls = [block.call(known) for block in blocks if isinstance(block, _ToolUseBlock)]
         text = _text(blocks)
         thought = "".join(b.thinking for b in blocks if isinstance(b, _ThinkingBlock))
         if text or calls or not any(isinstance(b, _SaidElsewhere) for b in blocks):
@@ -215,6 +243,15 @@ class _ToolChoice(Body):
         if (self.type == "tool") != (self.name is not None):
             raise ValueError("name: goes with the type tool, and only with it")
         return self
+
+    def picked(self, known: ClientTools) -> object:
+        """The choice in the form of the chat route; a toolset's name is that of all its tools."""
+        if self.name is None:
+            return "required" if self.type == "any" else self.type
+        tools = known.within(self.name) or [known.name(Identity("function", self.name))]
+        named = [{"type": "function", "function": {"name": name}} for name in tools]
+        some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+        return named[0] if len(named) == 1 else some
 
 
 class _Format(Body):
@@ -264,6 +301,7 @@ class CountBody(Refusing):
 
     def _turns(self) -> list[JsonObject]:
         """The chat route's messages; a summary stands in the place of all before it."""
+        known = self.client_tools
         places = [
             (i, j, block.content)
             for i, message in enumerate(self.messages)
@@ -271,14 +309,20 @@ class CountBody(Refusing):
             if isinstance(block, _SummaryBlock) and block.content
         ]
         if not places:
-            return [turn for message in self.messages for turn in message.turns()]
+            return [turn for message in self.messages for turn in message.turns(known)]
         i, j, summary = places[-1]
         rest = [self.messages[i].model_copy(update={"content": self.messages[i].blocks[j:]})]
-        told = [turn for message in rest + self.messages[i + 1 :] for turn in message.turns()]
+        told = [turn for message in rest + self.messages[i + 1 :] for turn in message.turns(known)]
         # Calls before it are left out, and so are their results.
         ids = {call["id"] for turn in told for call in turn.get("tool_calls", ())}
         told = [turn for turn in told if turn["role"] != "tool" or turn["tool_call_id"] in ids]
         return [{"role": "user", "content": _SUMMARY + summary}, *told]
+
+    @cached_property
+    def client_tools(self) -> ClientTools:
+        """The tools of the request, and of its messages. Raises RequestError."""
+        changes = (change for message in self.messages for change in message.changes)
+        return client_tools(self.tools or (), changes)
 
     def chat(self, **more: Any) -> ChatBody:
         """Convert the request to a body of the chat route. more: further fields. Raises ValidationError."""
@@ -288,12 +332,9 @@ class CountBody(Refusing):
         if system := self._system():
             turns.insert(0, {"role": "system", "content": system})
         value: JsonObject = {"messages": turns, **more}
-        changes = (change for message in self.messages for change in message.changes)
-        value["tools"] = functions(self.tools or (), changes) or None
+        value["tools"] = self.client_tools.tools or None
         if choice := self.tool_choice:
-            named = {"type": "function", "function": {"name": choice.name}}
-            kinds = {"any": "required", "tool": named}
-            value["tool_choice"] = kinds.get(choice.type, choice.type)
+            value["tool_choice"] = choice.picked(self.client_tools)
             value["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         config = self.output_config or _OutputConfig()
         value["thinking"] = self.thinking
@@ -348,5 +389,5 @@ class MessagesBody(CountBody):
 def _text(content: str | Sequence[object] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = (_TextBlock, _SearchResultBlock, _ReferenceBlock, _DocumentBlock, Unread)
+    texts = (_TextBlock, _SearchResultBlock, _ReferenceBlock, _BrowserBlock, _DocumentBlock, Unread)
     return "".join(block.text for block in content if isinstance(block, texts))

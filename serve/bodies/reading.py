@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -22,6 +23,13 @@ _Body = TypeVar("_Body", bound=Body)
 _LOG = logging.getLogger(__name__)
 MOST_NAMED = 10
 _LONGEST_NAME = 64
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which editors and shells on Windows write before a text
+# An escape of half a character: a client has cut a text within an emoji.
+_HALF = re.compile(
+    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][0-9a-fA-F]{3}))"
+)
+_MOST_HALVES = 4096  # some milliseconds of work
 _CLOSE = 0.8  # ratio of difflib from which on an unknown field counts as a misspelt one
 
 
@@ -63,13 +71,30 @@ def _checked(data: bytes, kinds: Sequence[type[_Body]]) -> _Body:
     """The body. Raises ApiError, ValidationError."""
     check_text(data)
     try:
-        value = from_json(data, allow_inf_nan=False)
+        value = _parsed(data.removeprefix(_BYTE_ORDER_MARK))
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object")
     kind = next((kind for kind in kinds if _required(kind) <= value.keys()), kinds[-1])
     return kind.model_validate(value, context=Objects())
+
+
+def _parsed(data: bytes) -> object:
+    """The value of JSON text, in which U+FFFD stands for half a character. Raises ValueError."""
+    try:
+        return from_json(data, allow_inf_nan=False)
+    except ValueError:
+        whole, halves = _HALF.subn(_replaced, data, _MOST_HALVES)
+        if not halves:
+            raise
+        return from_json(whole, allow_inf_nan=False)
+
+
+def _replaced(half: re.Match[bytes]) -> bytes:
+    before = half.string[max(0, half.start() - 64) : half.start()]
+    is_text = (len(before) - len(before.rstrip(b"\\"))) % 2  # of a backslash and "ud800"
+    return half[0] if is_text else rb"\ufffd"
 
 
 @contextmanager

@@ -3,21 +3,19 @@
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import JsonObject
-from serve.bodies.client_tools import ClientTools, Identity
+from serve.bodies.client_tools import ClientTools, Entry, Identity
 from serve.bodies.custom_tools import CHOICES, OtherTool
 from serve.bodies.fields import Body, Name, Text, kind_of, member, one_of
 from serve.bodies.known_schemas import OPENAI
 from serve.bodies.tools import MOST_TOOLS, FunctionName
 
-OWN = tuple(OPENAI)
-"""Types of tools that a client runs and whose calls have a type of their own."""
+OWN = {kind: kind.removesuffix("_use_preview") for kind in OPENAI}
+"""Types of tools that a client runs and whose calls have a type of their own, with the name in that type."""
 
 _QUERY = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
-
-Entry = tuple[Identity, JsonObject]
 
 
 class _Tool(Body):
@@ -88,27 +86,23 @@ class _SearchTool(Body):
             yield f"{path}.{self.type}"
 
 
-class _Environment(Body):
-    type: Name
-
-
 class _OwnTool(Body):
     """A tool that a client runs and that has a type in the place of a name."""
 
-    type: Literal["local_shell", "shell", "apply_patch"]
-    environment: _Environment | None = None
+    type: Literal["local_shell", "shell", "apply_patch", "computer", "computer_use_preview"]
+    environment: object = None  # a computer's is a word
 
     @property
     def _is_elsewhere(self) -> bool:
         """Whether it runs in a container of OpenAI."""
-        return self.environment is not None and self.environment.type != "local"
+        return kind_of(self.environment) not in (None, "local")
 
     def entries(self, namespace: str) -> Iterator[Entry]:
         """The same."""
         if not self._is_elsewhere:
             description, parameters = OPENAI[self.type]
             about = {"description": description, "parameters": parameters}
-            yield Identity(self.type, self.type, namespace), about
+            yield Identity(OWN[self.type], OWN[self.type], namespace), about
 
     def left_out(self, path: str) -> Iterator[str]:
         """The tool, if it is not the client that runs it."""
@@ -144,16 +138,21 @@ _Alone = (
 
 
 class _Namespace(Body):
-    """Tools of one namespace."""
+    """Tools of one namespace. The prompt describes it where it describes the first of them."""
 
     type: Literal["namespace"]
     name: Name
+    description: Text | None = None
     tools: Annotated[list[Annotated[_Alone, Discriminator(_inner)]], Field(fail_fast=True)]
 
     def entries(self, namespace: str) -> Iterator[Entry]:
         """The same."""
         del namespace
-        return entries(self.tools, self.name)
+        about = f"All tools of {self.name}: {self.description}" if self.description else None
+        for identity, form in entries(self.tools, self.name):
+            texts = filter(None, (about, form.get("description")))
+            yield identity, {**form, "description": "\n\n".join(texts)} if about else form
+            about = None
 
     def left_out(self, path: str) -> Iterator[str]:
         """Parts of its tools without effect."""
@@ -184,11 +183,18 @@ class _Pick(Body):
     name: FunctionName | None = None
     namespace: Name | None = None
 
+    @model_validator(mode="after")
+    def _is_named(self) -> "_Pick":
+        if self.type in ("function", "custom", "namespace") and self.name is None:
+            raise ValueError("name: this field is required; add it")
+        return self
+
     def names(self, known: ClientTools) -> list[str]:
         """Their names in the prompt."""
         if self.type == "namespace":
             return known.within(self.name or "")
-        return [known.name(Identity(self.type, self.name or self.type, self.namespace or ""))]
+        kind = "computer" if self.type == "computer_use" else OWN.get(self.type, self.type)
+        return [known.name(Identity(kind, self.name or kind, self.namespace or ""))]
 
 
 class _Allowed(Body):
@@ -198,7 +204,7 @@ class _Allowed(Body):
 
 
 _PICKS: dict[str | None, str] = {
-    **dict.fromkeys(("function", "custom", "namespace", "tool_search", *OWN), "a tool"),
+    **dict.fromkeys(("function", "custom", "namespace", "tool_search", "computer_use", *OWN), "a tool"),
     "allowed_tools": "some tools",
 }
 ToolPick = Annotated[

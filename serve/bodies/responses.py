@@ -25,7 +25,7 @@ from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out,
 from serve.bodies.schema import CallBody, ChatBody, MaxTokens, most_tokens
 from serve.bodies.tools import FunctionName
 from serve.bodies.unread import Unread, check_newest, unread
-from serve.bodies.variables import Switches
+from serve.bodies.variables import Reasoning, Switches
 
 _SAME = ChatBody.model_fields.keys() - {"tools", "tool_choice"}
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
@@ -102,12 +102,14 @@ class _SearchCallItem(Body):
 class _OwnCallItem(Body):
     """A call of a tool that the client runs and that has a type of its own: its fields are the arguments."""
 
-    type: Literal["local_shell_call", "shell_call", "apply_patch_call"]
+    type: Literal["local_shell_call", "shell_call", "apply_patch_call", "computer_call"]
     call_id: Name
+    # About the item, not of the call.
+    without_effect: ClassVar = frozenset({"id", "status", "caller", "created_by", "pending_safety_checks"})
 
     def call(self, known: ClientTools) -> JsonObject:
         """The same."""
-        told = {k: v for k, v in (self.model_extra or {}).items() if k not in ("id", "status")}
+        told = {k: v for k, v in (self.model_extra or {}).items() if k not in self.without_effect}
         kind = self.type.removesuffix("_call")
         function = {"name": known.name(Identity(kind, kind)), "arguments": to_json(told).decode()}
         return {"id": self.call_id, "function": function}
@@ -115,7 +117,8 @@ class _OwnCallItem(Body):
 
 class _ResultItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    call_id: Name
+    call_id: Name | None = None
+    name: Name | None = None
     output: _Content
     where: ClassVar = "output"
 
@@ -124,11 +127,35 @@ class _ResultItem(Body):
         """The same."""
         return self.output
 
+    @property
+    def text(self) -> str:
+        """The result; a result of no call says which tool's it is."""
+        text = _text(self.output)
+        return text if self.call_id else f"Result of {self.name or 'a tool'}:\n{text}"
+
 
 class _OwnResultItem(Body):
     type: Literal["local_shell_call_output", "shell_call_output", "apply_patch_call_output"]
     call_id: Annotated[Name, Field(validation_alias=AliasChoices("call_id", "id"))]
     output: object = None
+
+    @property
+    def text(self) -> str:
+        """The result."""
+        return _told(self.output)
+
+
+class _ScreenItem(Body):
+    """The result of a call of a computer: a picture."""
+
+    type: Literal["computer_call_output"]
+    call_id: Name
+    output: Unread | None = None
+
+    @property
+    def text(self) -> str:
+        """The text in its place."""
+        return self.output.text if self.output else ""
 
 
 class _ToolsItem(Body):
@@ -159,6 +186,27 @@ class _ReasoningItem(Body):
     summary: _Parts | None = None
 
 
+class _Format(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: Text | None = None
+    strict: bool | None = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+
+
+class _TextOptions(Body):
+    format: _Format | None = None
+    verbosity: str | None = None
+
+
+class _UpdateItem(Body):
+    """A change of the request's options, which holds until the next."""
+
+    type: Literal["configuration_update"]
+    reasoning: Reasoning | None = None
+    text: _TextOptions | None = None
+
+
 class _LeftOutItem(Body):
     """An item that only OpenAI's servers can read, or the work of a tool of theirs, or of an unknown type."""
 
@@ -169,13 +217,15 @@ _KINDS: dict[str | None, str | None] = {
     **dict.fromkeys((None, "message"), "a message"),
     "function_call": "a call",
     "custom_tool_call": "a custom call",
-    **dict.fromkeys((f"{name}_call" for name in OWN), "an own call"),
+    **dict.fromkeys((f"{name}_call" for name in OWN.values()), "an own call"),
     "function_call_output": "a result",
     "custom_tool_call_output": "a result",
-    **dict.fromkeys((f"{name}_call_output" for name in OWN), "an own result"),
+    **dict.fromkeys((f"{name}_call_output" for name in OWN.values()), "an own result"),
+    "computer_call_output": "a screen",
     **dict.fromkeys(("additional_tools", "tool_search_output"), "tools"),
     "tool_search_call": "a search",
     "reasoning": "a thought",
+    "configuration_update": "a change of options",
     "item_reference": None,
 }
 
@@ -192,6 +242,7 @@ def _is_elsewhere(item: object) -> bool:
     return member(item, "call_id") is None or member(item, "execution") == "server"
 
 
+_OwnResult = _OwnResultItem | _ScreenItem
 _Item = Annotated[
     Annotated[_MessageItem, Tag("a message")]
     | Annotated[_CallItem, Tag("a call")]
@@ -200,8 +251,10 @@ _Item = Annotated[
     | Annotated[_OwnCallItem, Tag("an own call")]
     | Annotated[_ResultItem, Tag("a result")]
     | Annotated[_OwnResultItem, Tag("an own result")]
+    | Annotated[_ScreenItem, Tag("a screen")]
     | Annotated[_ToolsItem, Tag("tools")]
     | Annotated[_ReasoningItem, Tag("a thought")]
+    | Annotated[_UpdateItem, Tag("a change of options")]
     | Annotated[_LeftOutItem, Tag("another item")],
     told(
         _tag,
@@ -211,23 +264,11 @@ _Item = Annotated[
 ]
 
 
-class _Format(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    name: Name | None = None
-    description: Text | None = None
-    strict: bool | None = None
-    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
-
-
-class _TextOptions(Body):
-    format: _Format | None = None
-    verbosity: str | None = None
-
-
 class ResponsesBody(CallBody, Switches):
     """The body of the route."""
 
-    without_effect: ClassVar = CallBody.without_effect | {"client_metadata", "max_tool_calls"}
+    # What is stored is refused, unless the field is empty.
+    without_effect: ClassVar = CallBody.without_effect | {"client_metadata", "max_tool_calls", *_STORED}
 
     input: Annotated[
         Annotated[Text, Tag("a string")]
@@ -260,6 +301,8 @@ class ResponsesBody(CallBody, Switches):
                 yield from left_out(item.tools, f"{prefix}input.{i}")
             elif isinstance(item, _LeftOutItem):
                 yield f"{prefix}input.{i}.{item.type}"
+            elif isinstance(item, _ScreenItem) and item.output:
+                yield from item.output.unknown(f"{prefix}input.{i}.output.")
             elif isinstance(item, _MessageItem | _ResultItem):
                 yield from unread(item.parts, f"{prefix}input.{i}.{item.where}")
         # Other values concern tools that this server does not run, or have no effect on the answer.
@@ -281,9 +324,10 @@ class ResponsesBody(CallBody, Switches):
 
     @model_validator(mode="after")
     def _reads_the_newest(self) -> "ResponsesBody":
-        told = [(i, item) for i, item in enumerate(self._items) if not isinstance(item, _LeftOutItem)]
+        silent = _LeftOutItem | _UpdateItem
+        told = [(i, item) for i, item in enumerate(self._items) if not isinstance(item, silent)]
         told = [(i, item) for i, item in told if not isinstance(item, _ToolsItem) or item.is_ours]
-        of_tools = len(told) > 1 and isinstance(told[-2][1], _ResultItem | _OwnResultItem | _ToolsItem)
+        of_tools = len(told) > 1 and isinstance(told[-2][1], _ResultItem | _OwnResult | _ToolsItem)
         for i, item in told[-1:]:
             if isinstance(item, _MessageItem) and item.role == "user" and not of_tools:
                 check_newest(item.content, f"input.{i}.content")
@@ -302,7 +346,11 @@ class ResponsesBody(CallBody, Switches):
         value["max_tokens"] = self.max_output_tokens
         value["tools"] = self.client_tools.tools
         value["tool_choice"] = self.tool_choice and picked(self.tool_choice, self.client_tools)
-        if self.text and (found := self.text.format):
+        updates = [item for item in self._items if isinstance(item, _UpdateItem)]
+        for effort in (item.reasoning.effort for item in updates if item.reasoning):
+            value["reasoning"] = {**value.get("reasoning", {}), "effort": effort}
+        formats = [told.format for told in (self.text, *(item.text for item in updates)) if told]
+        if found := next(filter(None, reversed(formats)), None):
             schema = {"name": found.name, "schema": found.schema_} if found.type == "json_schema" else None
             value["response_format"] = {"type": found.type, "json_schema": schema}
         return ChatBody.model_validate(value)
@@ -315,7 +363,7 @@ class ResponsesBody(CallBody, Switches):
             return [*turns, {"role": "user", "content": self.input}]
         answer: JsonObject | None = None  # the assistant's turn that items are being added to
         for item in self.input:
-            if isinstance(item, _LeftOutItem):
+            if isinstance(item, _LeftOutItem | _UpdateItem):
                 continue
             if isinstance(item, _ToolsItem):
                 if item.is_ours:
@@ -325,10 +373,10 @@ class ResponsesBody(CallBody, Switches):
             elif isinstance(item, _MessageItem) and item.role != "assistant":
                 answer = None
                 turns.append({"role": item.role, "content": _text(item.content)})
-            elif isinstance(item, _ResultItem | _OwnResultItem):
+            elif isinstance(item, _ResultItem | _OwnResult):
                 answer = None
-                told = _text(item.output) if isinstance(item, _ResultItem) else _told(item.output)
-                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": told})
+                of = {"role": "tool", "tool_call_id": item.call_id} if item.call_id else {"role": "user"}
+                turns.append({**of, "content": item.text})
             else:
                 if answer is None:
                     answer = {"role": "assistant", "content": []}

@@ -149,8 +149,8 @@ class Sampling(Refusing):
         if kind is not None and own is not None:
             raise RequestError("give either response_format or structured_outputs, not both")
         if kind is not None:
-            if kind.json_schema is not None:
-                return StructuredOutput(json_schema=kind.json_schema.schema_)
+            if kind.wanted is not None:
+                return StructuredOutput(json_schema=kind.wanted)
             return StructuredOutput(json_object=True)
         if own is None:
             return None

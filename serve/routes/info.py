@@ -1,5 +1,6 @@
 """The routes that generate nothing."""
 
+from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 
@@ -36,9 +37,11 @@ async def ready(server: Server, request: Request) -> Response:
 
 
 async def models(server: Server, request: Request) -> Response:
-    """OpenAI's list of models: there is one, under each of its names."""
+    """The list of models, in OpenAI's shape and Anthropic's: there is one, under each of its names."""
     del request
-    return _json({"object": "list", "data": [_model(server, name) for name in server.settings.names]})
+    names = server.settings.names
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+    return _json({"object": "list", "data": [_model(server, name) for name in names], **ends})
 
 
 async def model(server: Server, request: Request) -> Response:
@@ -55,9 +58,13 @@ def _model(server: Server, name: str) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": server.created,
+        "created_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
         "owned_by": server.allm.about.mark or "mtp-jax",
         "max_model_len": server.allm.about.engine.longest,
+        "max_input_tokens": server.allm.about.engine.longest,
     }
 
 

@@ -7,13 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject, LazyPrompt
-from serve.answers.asking import ChatPrompt, ask
+from serve.answers.asking import Asked, ChatPrompt, ask
 from serve.answers.assistant import AssistantCall, named
 from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
 from serve.base.errors import ApiError
 from serve.base.ids import new_id
 from serve.base.state import Server
+from serve.bodies.client_tools import ClientTools
 from serve.bodies.messages import CountBody, MessagesBody
 from serve.bodies.reading import read, warning
 
@@ -28,8 +29,9 @@ async def messages(server: Server, request: Request) -> Response:
     body = await read(server.settings, request, MessagesBody)
     if body.thread is not None:
         raise ApiError(400, _NO_THREADS, "thread", details=_SEND_ALL)
-    asked = await ask(server, request, body.conversation(), f"msg_{new_id()}")
-    return await _Messages(server, request, asked, body.stream).respond()
+    tools = body.client_tools
+    asked = await ask(server, request, body.conversation(), f"msg_{new_id()}", tools.also)
+    return await _Messages(server, request, asked, body.stream, tools).respond()
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
@@ -46,9 +48,15 @@ async def count_tokens(server: Server, request: Request) -> Response:
 class _Messages(AssistantCall):
     ping = named({"type": "ping"})  # as Anthropic's
 
+    def __init__(
+        self, server: Server, request: Request, asked: Asked, stream: bool | None, tools: ClientTools
+    ) -> None:
+        super().__init__(server, request, asked, stream)
+        self._tools = tools
+
     def answer(self) -> JsonObject:
         """A message."""
-        content = [_block(block, block.text) for block in self.blocks.all]
+        content = [self._block(block, block.text) for block in self.blocks.all]
         return self._message(content, self._end())
 
     def begin(self) -> Iterable[JsonObject]:
@@ -62,7 +70,7 @@ class _Messages(AssistantCall):
         """Events of a content block."""
         index = change.block.index
         if change.what == "begin":
-            block = _block(change.block, "")
+            block = self._block(change.block, "")
             yield {"type": "content_block_start", "index": index, "content_block": block}
         elif change.what == "grow":
             kind, key = {
@@ -115,13 +123,15 @@ class _Messages(AssistantCall):
             **self.server.fingerprint,
         }
 
-
-def _block(block: Block, text: str) -> JsonObject:
-    """A content block with its text so far."""
-    match block.kind:
-        case "text":
-            return {"type": "text", "text": text}
-        case "thought":
-            return {"type": "thinking", "thinking": text, "signature": ""}
-        case "call" | "custom":  # which this route does not have
-            return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments(text)}
+    def _block(self, block: Block, text: str) -> JsonObject:
+        """A content block with its text so far."""
+        match block.kind:
+            case "text":
+                return {"type": "text", "text": text}
+            case "thought":
+                return {"type": "thinking", "thinking": text, "signature": ""}
+            case "call" | "custom":  # which this route does not have
+                tool = self._tools.identity(block.name)
+                toolset = {"toolset_name": tool.namespace} if tool.namespace else {}
+                called = {"id": block.id, "name": tool.name, **toolset, "input": arguments(text)}
+                return {"type": "tool_use", **called}

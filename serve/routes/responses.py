@@ -182,7 +182,8 @@ def _call(block: Block, tool: Identity) -> JsonObject:
             told = {"execution": "client", "arguments": arguments(block.text)}
             return {"type": "tool_search_call", "call_id": block.id, **told}
         case _:
-            return arguments(block.text) | {"type": f"{tool.kind}_call", "call_id": block.id}
+            checks = {"pending_safety_checks": []} if tool.kind == "computer" else {}
+            return arguments(block.text) | {"type": f"{tool.kind}_call", "call_id": block.id, **checks}
 
 
 def _part(block: Block, text: str) -> JsonObject:

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import pytest
+from anthropic.types.beta.beta_browser_tool_use_block import BetaBrowserToolUseBlock
+from anthropic.types.beta.beta_computer_tool_use_block import BetaComputerToolUseBlock
 
 from mtp_jax import CallArguments, CallBegin
 from serve.bodies.client_tools import ClientTools, Identity
@@ -14,6 +16,7 @@ from serve.bodies.messages import MessagesBody
 from serve.bodies.response_tools import OWN
 from serve.bodies.responses import ResponsesBody
 from serve.bodies.tools import use_of
+from serve.bodies.toolsets import TOOLSETS as TOOLSETS_HERE
 
 SAID = sorted((Path(__file__).parent / "clients").glob("*.json"))
 ROUTE = "/v1/responses"
@@ -114,7 +117,7 @@ def test_no_tool_of_a_client_disappears(file):
         ([[function("tool_search")], [SEARCH]], ["tool_search", "tool_search_2"]),
         ([[{"type": "tool_search", "execution": "client"}]], ["tool_search"]),
         ([[function("a", defer_loading=True)]], ["a"]),
-        ([[{"type": kind} for kind in OWN]], [*OWN]),
+        ([[{"type": kind} for kind in OWN]], [*dict.fromkeys(OWN.values())]),
         ([[{"type": "shell", "environment": {"type": "local"}}]], ["shell"]),
         ([[{"type": "of_next_year", "name": "a", "parameters": {}}]], ["a"]),
     ],
@@ -326,6 +329,38 @@ def test_a_shell_of_the_client_is_called(client):
         assert found["call_id"]
 
 
+@pytest.mark.parametrize("kind", ["computer", "computer_use_preview"])
+def test_a_computer_of_the_client_is_called(client, kind):
+    """Its screenshots cannot be read: a text stands in their place, and the call beside it."""
+    size = {"display_width": 9, "display_height": 9, "environment": "browser"}
+    tool = {"type": kind, **(size if kind == "computer_use_preview" else {})}
+    item, events = answer(client, tools=[tool, MAIL], tool_choice={"type": kind}, max_output_tokens=150)
+    for found in (item, *items(events)):
+        assert (found["type"], found["pending_safety_checks"]) == ("computer_call", [])
+    done = {"action": {"type": "wait"}, "status": "completed", "pending_safety_checks": []}
+    call = {"type": "computer_call", "id": "cu_1", "call_id": "c", **done}
+    shown = {"type": "computer_screenshot", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+    told = body(call, {"type": "computer_call_output", "call_id": "c", "output": shown}, tools=[tool])
+    _, result, _ = turns = told.conversation().turns()
+    (called,) = turns[0]["tool_calls"]
+    assert (called["function"]["name"], called["function"]["arguments"]) == (
+        "computer",
+        '{"action":{"type":"wait"}}',
+    )
+    assert result["content"] == "[an image, which this model cannot read]"
+    assert list(told.unknown()) == ["input.1.output.computer_screenshot"]
+
+
+def test_a_namespace_is_described_where_its_first_tool_is():
+    about = {"description": "Reads mail."}
+    tools = [space("mail", function("list", description="Lists."), custom("say")) | about]
+    told = body(
+        tools=[*tools, space("x", function("a")) | {"description": "Has no more."}, space("y") | about]
+    )
+    described = [tool.function.description for tool in told.conversation().functions]
+    assert described == ["All tools of mail: Reads mail.\n\nLists.", None, "All tools of x: Has no more."]
+
+
 def test_all_tools_of_a_namespace_may_be_picked(client):
     tools = [function("other"), space("mail", function("list"), function("send"))]
     choice = {"type": "namespace", "name": "mail"}
@@ -385,12 +420,81 @@ def test_a_client_runs_versions_of_anthropics_tools(client, kind, name, argument
 
 def test_anthropics_servers_run_the_others():
     kinds = ("web_search_20260318", "web_fetch_20250910", "code_execution_20250825", "mcp_toolset")
-    kinds = (*kinds, "tool_search_tool_regex_20251119", "computer_toolset_20260801")
+    kinds = (*kinds, "tool_search_tool_regex_20251119", "advisor_20260301")
     told = message(tools=[{"type": kind, "name": "x"} for kind in kinds])
     assert not told.conversation().functions
     assert list(told.unknown()) == [f"tools.{i}.{kind}" for i, kind in enumerate(kinds)]
     given = message(tools=[{"type": "of_next_year", "name": "x", "input_schema": NO_ARGUMENTS}])
     assert [tool.function.name for tool in given.conversation().functions] == ["x"]
+
+
+MEMBERS = {"computer": BetaComputerToolUseBlock, "browser": BetaBrowserToolUseBlock}
+TOOLSETS = ("computer_toolset_20260801", "browser_toolset_20260801")
+
+
+def test_a_toolset_stands_for_tools_that_the_client_runs(client):
+    """A call of a tool in it comes back as the tool's own name, and names the toolset."""
+    configs = {"zoom": {"enabled": False}, "wait": {"enabled": True, "defer_loading": False}, "key": None}
+    tools: list[dict[str, Any]] = [{"type": kind} for kind in TOOLSETS]
+    told = message(tools=[{"type": TOOLSETS[0], "configs": configs}, tools[1]])
+    names = [tool.function.name for tool in told.conversation().functions]
+    assert len(names) == len({*names}) == 16 + 31
+    assert {"computer__wait", "browser__zoom"} < {*names}
+    assert not list(told.unknown())
+    for tool, (_, members) in zip(tools, TOOLSETS_HERE.values(), strict=True):
+        tool["configs"] = {name: {"enabled": name in ("new_tab", "wait")} for name in members}
+    asked = {"messages": [USER], "tools": tools, "max_tokens": 60, "temperature": 0}
+    called = {"type": "tool", "disable_parallel_tool_use": True}
+    for name, toolset in (("new_tab", "browser"), ("computer", "computer")):
+        answer = client.post("/v1/messages", json={**asked, "tool_choice": {**called, "name": name}})
+        assert answer.status_code == 200, answer.text
+        block = answer.json()["content"][0]
+        assert (block["type"], block["toolset_name"]) == ("tool_use", toolset)
+        assert f"{toolset}__{block['name']}" in names
+    history = {"type": "tool_use", "id": "a", "name": "new_tab", "toolset_name": "browser", "input": {}}
+    state = {"type": "browser_state", "tabs": [{"tab_id": "7", "active": True}]}
+    result = {"type": "tool_result", "tool_use_id": "a", "toolset_name": "browser", "content": [state]}
+    turns = [USER, {"role": "assistant", "content": [history]}, {"role": "user", "content": [result]}]
+    told = MessagesBody.model_validate({**asked, "messages": turns})
+    _, call, found = told.conversation().turns()
+    assert call["tool_calls"][0]["function"]["name"] == "browser__new_tab"
+    assert json.loads(found["content"]) == {"tabs": [{"tab_id": "7", "active": True}]}
+    assert not list(told.unknown())
+    wrong = client.post(
+        "/v1/messages", json={**asked, "tools": [{"type": TOOLSETS[0], "configs": {"x": {}}}]}
+    )
+    assert wrong.status_code == 400
+    assert "'x' is none of its tools key, hold_key" in wrong.json()["error"]["message"]
+
+
+def test_a_toolset_has_the_tools_of_anthropics_package():
+    for kind in TOOLSETS:
+        toolset = TOOLSETS_HERE[kind.rpartition("_")[0]]
+        (union,) = (u for u in get_args(MEMBERS[toolset[0]]) if get_args(u))
+        theirs = {
+            get_args(block.model_fields["name"].annotation)[0]: block.model_fields["input"].annotation
+            for block in get_args(union)
+        }
+        for name, (about, schema) in toolset[1].items():
+            fields = theirs.pop(name).model_fields
+            assert about.endswith(".")
+            assert {*schema["properties"]} == {field.alias or key for key, field in fields.items()}, name
+            needed = {field.alias or key for key, field in fields.items() if field.is_required()}
+            assert {*schema["required"]} == needed, name
+        assert not theirs
+
+
+def test_a_function_in_openais_shape_is_no_tool_of_messages(client):
+    for tool in ({"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"}):
+        wrong = client.post("/v1/messages", json={"messages": [USER], "max_tokens": 2, "tools": [tool]})
+        assert wrong.status_code == 400
+        assert "tools.0." in wrong.json()["error"]["message"]
+
+
+def test_a_name_that_two_tools_have_is_refused(client):
+    tools = [{"name": "a", "input_schema": {}}] * 2
+    wrong = client.post("/v1/messages", json={"messages": [USER], "max_tokens": 2, "tools": tools})
+    assert "the name 'a' is there twice" in wrong.json()["error"]["message"]
 
 
 def change(kind: str, name: str, **definition: Any) -> dict[str, Any]:
@@ -412,6 +516,7 @@ def change(kind: str, name: str, **definition: Any) -> dict[str, Any]:
         ([change("addition", "a", input_schema={}, description="new")], ["b", "a"]),
         ([change("addition", "bash", type="bash_20250124")], ["a", "b", "bash"]),
         ([change("addition", "x", type="web_search_20260318")], ["a", "b"]),
+        ([change("addition", "", type=TOOLSETS[0]), change("removal", "computer")], ["a", "b"]),
     ],
 )
 def test_messages_may_change_the_tools(changes, wanted):

@@ -83,7 +83,8 @@ def test_codex(ask, prompted):
     assert '"name": "apply_patch", "description": "Use the `apply_patch` tool' in prompt
     assert "begin_patch hunk+ end_patch" in prompt  # in words, where it is not enforced
     assert '"parameters": {"type": "object", "properties": {"input": {"type": "string"}}' in prompt
-    assert '"name": "mcp__docs__search", "description": "Searches."' in prompt
+    described = r"All tools of mcp__docs: Tools of the server docs.\n\nSearches."
+    assert f'"name": "mcp__docs__search", "description": "{described}"' in prompt
     assert "web_search" not in prompt
 
 
@@ -106,7 +107,7 @@ def test_codex_with_namespaces(ask, prompted):
     """Later releases send all tools as an item of the input, again in each turn, and search for more."""
     answer = ask.post("/v1/responses", json=said("codex_namespaces_later") | {"max_output_tokens": 8})
     *_, last = events(answer)
-    assert last["response"]["output"]
+    assert last["type"] in ("response.completed", "response.incomplete")
     assert answer.headers["warning"] == (
         '299 mtp-jax "ignored: input.0.tools.0.tools.0.format, input.0.tools.4.web_search, '
         'input.14.tools.0.tools.0.format, input.14.tools.4.web_search"'

@@ -221,7 +221,7 @@ def test_a_thought_with_a_part_of_an_unknown_type(client):
         {"type": "context_compaction", "id": "c", "encrypted_content": "AA"},
         {"type": "compaction", "id": "c", "encrypted_content": "AA"},
         {"type": "some_item_of_next_year", "id": "c"},
-        {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}},
+        {"type": "program_output", "call_id": "c", "result": "r", "status": "completed"},
     ],
 )
 def test_items_that_nobody_here_can_read_are_left_out(client, server: Running, item):

@@ -100,9 +100,9 @@ def test_a_runner_of_tools_sends_the_whole_conversation(api, server, monkeypatch
     seen: list[int] = []
     ask = messages.ask
 
-    async def noted(server: Any, request: Any, body: Any, name: str) -> Any:
+    async def noted(server: Any, request: Any, body: Any, *more: Any) -> Any:
         seen.append(len(body.messages))
-        return await ask(server, request, body, name)
+        return await ask(server, request, body, *more)
 
     monkeypatch.setattr(messages, "ask", noted)
     runner = api.beta.messages.tool_runner(
