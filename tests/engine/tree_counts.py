@@ -12,7 +12,7 @@ import pytest
 from mtp_jax import LLM, SamplingParams
 from mtp_jax.api.probe import PROMPTS
 from mtp_jax.decode.keys import TreeShape
-from mtp_jax.decode.step import Step
+from mtp_jax.decode.windows import Windows
 
 CHAINS, TREES = (3, 7), ("2x3x7", "3x3x7", "4x3x7")
 TOKENS = 96
@@ -32,17 +32,17 @@ def row(name: str, llm: LLM, temperature: float, moved: list[int]) -> str:
 def main(temperatures: list[float]) -> None:
     """Print a table for each temperature."""
     moved: list[int] = []
-    move = Step._moved
+    move = Windows._moved
 
-    def counted(self: Step, state, part, path, count):
+    def counted(self: Windows, state, path, count):
         index = jnp.arange(path.shape[1])
         jax.debug.callback(
             lambda n: moved.append(int(n)), jnp.sum((index < count[:, None]) & (path != index))
         )
-        return move(self, state, part, path, count)
+        return move(self, state, path, count)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "_moved", counted)
+        patch.setattr(Windows, "_moved", counted)
         for temperature in temperatures:
             figures = "tokens per step | nodes per accepted draft | rows moved per accepted draft"
             print(f"\n| temperature {temperature:g} | {figures} |")
