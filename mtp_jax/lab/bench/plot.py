@@ -1,7 +1,7 @@
 """Figures of a report."""
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,8 +47,6 @@ def draw(report: Report, path: Path, made_by: JsonMapping) -> None:
 
 def _levels(levels: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:
     """Throughput, speed-up, latencies and acceptance by level, a line per mode."""
-    from matplotlib.ticker import MaxNLocator
-
     modes = list(dict.fromkeys(f["mode"] for f in levels))
     at_a_time = sorted({f["concurrency"] for f in levels})
 
@@ -88,19 +86,26 @@ def _levels(levels: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:
         axis.set(title=f"{title} (logarithmic)", yscale="log")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}")
-    for mode, colour in zip(modes, _COLOURS, strict=False):
-        rates = {f["concurrency"]: f["acceptance_per_position"] for f in levels if f["mode"] == mode}
-        for level, shown in rates.items():
-            if shown:
-                accepted.plot(range(1, len(shown) + 1), shown, "o-", color=colour, alpha=0.6, markersize=4)
-                accepted.annotate(f" {level}", (len(shown), shown[-1]), color=colour, fontsize="small")
-    accepted.xaxis.set_major_locator(MaxNLocator(integer=True))
-    accepted.set(
+    _acceptance(levels, dict(zip(modes, _COLOURS, strict=False)), accepted)
+
+
+def _acceptance(levels: Sequence[JsonMapping], colours: Mapping[str, str], axis: "Axes") -> None:
+    """A line per mode and level over the positions of drafts."""
+    from matplotlib.ticker import MaxNLocator
+
+    for level in levels:
+        shown = level["acceptance_per_position"]
+        if shown and (colour := colours.get(level["mode"])):
+            axis.plot(range(1, len(shown) + 1), shown, "o-", color=colour, alpha=0.6, markersize=4)
+            end = len(shown), shown[-1]
+            axis.annotate(f" {level['concurrency']}", end, color=colour, fontsize="small")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set(
         title="drafts accepted by position; at each line's end, requests at a time",
         xlabel="position",
         ylim=(0, 1.02),
     )
-    accepted.grid(alpha=0.3)
+    axis.grid(alpha=0.3)
 
 
 def _depths(depths: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:

@@ -109,11 +109,8 @@ def run(
     level. Raises ConfigError for loads that cannot be measured.
     """
     modes = [m for m in MODES if m == "off" or m in modes]
-    if min(load.concurrency, default=0) < 1 or load.rounds < 1 or load.max_tokens < 2 or load.depth < 1:
-        raise ConfigError("concurrency, rounds and depth are 1 or more, max_tokens 2 or more")
+    _check(load)
     most = max(load.concurrency)
-    if load.requests and load.requests < most:
-        raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
     length = load.prompt_tokens + load.max_tokens + load.depth  # a step has equally many pages in every mode
     law = None if synthetic_acceptance is None else Law.of(synthetic_acceptance, load.depth)
@@ -121,27 +118,14 @@ def run(
         m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive", synthetic_acceptance)
         for m in modes
     }
-    count = load.requests or "max(16, 4 x level)"
-    note = (
-        f"Closed loop, {load.rounds} alternating rounds per level of {count} prompts of {load.prompt_tokens} "
-        f"tokens ({given.source}), {load.max_tokens} tokens each, temperature {load.temperature:g}, depth "
-        f"{load.depth} (adaptive: at most). Speed-up: throughput over that of the same round at depth 0, "
-        'without the NextN layers ("off"), median and quartiles. Acceptance length: tokens per step of a row.'
-    )
-    if "control" in modes:
-        note += ' "control": a second engine like "off"; a speed-up other than 1 is noise.'
+    note = _about(load, given.source, "control" in modes)
     headers = ("at a time", "MTP", "speed-up", "acceptance length", "same tokens", *HEADERS)
     title = f"Load: {subject.name}"
     rows: list[tuple[Any, ...]] = []
     figures: list[JsonObject] = []
     exact = load.temperature == 0 and law is None
     for pending, level in zip(reversed(range(len(load.concurrency))), load.concurrency, strict=True):
-        prompts = given.ids[: load.requests_at(level)]
-        runs: dict[Mode, list[Run]] = {m: [] for m in modes}
-        for i in range(load.rounds + 1):
-            for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
-                done = closed_loop(engines[mode], prompts, load, level)
-                runs[mode] += [done] if i else []
+        runs = _rounds(engines, given.ids[: load.requests_at(level)], load, level)
         for mode in modes:
             found = _figures(level, mode, runs, exact)
             figures.append(found)
@@ -151,6 +135,39 @@ def run(
             rows.append((level, mode, found["speedup"].show(), length_of, same, *cells))
         report = Report(title, headers, [*rows], [note, PERCENTILES_NOTE], {"levels": [*figures]}, pending)
         yield report if law is None else forced(report, str(law))
+
+
+def _check(load: Load) -> None:
+    """Raise ConfigError for a load that cannot be measured."""
+    most = max(load.concurrency, default=0)
+    if min(load.concurrency, default=0) < 1 or load.rounds < 1 or load.max_tokens < 2 or load.depth < 1:
+        raise ConfigError("concurrency, rounds and depth are 1 or more, max_tokens 2 or more")
+    if load.requests and load.requests < most:
+        raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
+
+
+def _about(load: Load, source: str, control: bool) -> str:
+    """The note below the table. source: of the prompts, in words."""
+    count = load.requests or "max(16, 4 x level)"
+    note = (
+        f"Closed loop, {load.rounds} alternating rounds per level of {count} prompts of {load.prompt_tokens} "
+        f"tokens ({source}), {load.max_tokens} tokens each, temperature {load.temperature:g}, depth "
+        f"{load.depth} (adaptive: at most). Speed-up: throughput over that of the same round at depth 0, "
+        'without the NextN layers ("off"), median and quartiles. Acceptance length: tokens per step of a row.'
+    )
+    return note + ' "control": a second engine like "off"; a speed-up other than 1 is noise.' * control
+
+
+def _rounds(
+    engines: Mapping[Mode, Engine], prompts: Sequence[Sequence[int]], load: Load, level: int
+) -> dict[Mode, list[Run]]:
+    """Runs of every mode at one level, in turns that begin with another mode each; the first is dropped."""
+    modes = [*engines]
+    runs: dict[Mode, list[Run]] = {m: [] for m in modes}
+    for i in range(load.rounds + 1):
+        for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
+            runs[mode].append(closed_loop(engines[mode], prompts, load, level))
+    return {mode: done[1:] for mode, done in runs.items()}
 
 
 def _figures(level: int, mode: Mode, runs: Mapping[Mode, list[Run]], exact: bool) -> JsonObject:

@@ -346,36 +346,12 @@ def tune(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a synthetic checkpoint; 0 on success, 1 with a message on an error the user can fix."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mtp_jax.lab.bench.synthetic", description="Write a checkpoint with rigged acceptance."
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--preset", choices=PRESETS, help="a model of 100 to 200 million parameters")
-    what.add_argument("--config", help="any config.json")
-    parser.add_argument("--out", required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0)
-    noisy = parser.add_mutually_exclusive_group()
-    noisy.add_argument("--noise", type=float, help="of eh_proj; default: the preset's")
-    noisy.add_argument(
-        "--tune", type=float, metavar="LENGTH", help="find the noise for this acceptance length"
-    )
-    parser.add_argument("--depth", type=int, help="drafts per step while tuning (default: 3)")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        if args.seed < 0:
-            raise ConfigError(f"--seed {args.seed}; expected 0 or more")
-        if args.noise is not None and not (math.isfinite(args.noise) and args.noise >= 0):
-            raise ConfigError(f"--noise {args.noise}; expected a finite number of 0 or more")
-        if args.depth is not None and args.tune is None:
-            raise ConfigError("--depth has no effect without --tune; add that, or leave it out")
-        chosen = preset(args.preset) if args.preset else None
-        if args.config and any(key.startswith("dspark_") for key in read_json(args.config)):
-            raise ConfigError(
-                f"{args.config} declares DSpark stages, which --config does not make; leave the dspark_ keys "
-                "out, or take --preset v4-dspark"
-            )
-        cfg = chosen.config if chosen else ModelConfig.from_file(args.config)
-        noise = args.noise if args.noise is not None else chosen.noise if chosen else None
+        _check(args)
+        made = preset(args.preset) if args.preset else None
+        cfg = made.config if made else ModelConfig.from_file(args.config)
+        noise = args.noise if args.noise is not None else made and made.noise
         if args.tune is not None:
             depth = 3 if args.depth is None else args.depth
             tuned = tune(cfg, args.tune, depth, args.seed)
@@ -391,6 +367,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     count = sum(a.size for a in jax.tree.leaves(params))
     print(f"{args.out}: {count / 1e6:.0f} million parameters, {cfg.dtype}, noise {noise}, seed {args.seed}")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mtp_jax.lab.bench.synthetic", description="Write a checkpoint with rigged acceptance."
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--preset", choices=PRESETS, help="a model of 100 to 200 million parameters")
+    what.add_argument("--config", help="any config.json")
+    parser.add_argument("--out", required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    noisy = parser.add_mutually_exclusive_group()
+    noisy.add_argument("--noise", type=float, help="of eh_proj; default: the preset's")
+    noisy.add_argument(
+        "--tune", type=float, metavar="LENGTH", help="find the noise for this acceptance length"
+    )
+    parser.add_argument("--depth", type=int, help="drafts per step while tuning (default: 3)")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for arguments that say nothing, or cannot be."""
+    if args.seed < 0:
+        raise ConfigError(f"--seed {args.seed}; expected 0 or more")
+    if args.noise is not None and not (math.isfinite(args.noise) and args.noise >= 0):
+        raise ConfigError(f"--noise {args.noise}; expected a finite number of 0 or more")
+    if args.depth is not None and args.tune is None:
+        raise ConfigError("--depth has no effect without --tune; add that, or leave it out")
+    if args.config and any(key.startswith("dspark_") for key in read_json(args.config)):
+        raise ConfigError(
+            f"{args.config} declares DSpark stages, which --config does not make; leave the dspark_ keys "
+            "out, or take --preset v4-dspark"
+        )
 
 
 if __name__ == "__main__":

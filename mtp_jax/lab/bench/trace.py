@@ -42,15 +42,10 @@ def read(xplane: Path, window: str) -> Trace:
     """The instructions within the host annotation ``window``. Raises MtpJaxError if there are none."""
     profile = ProfileData.from_file(str(xplane))
     planes = list(profile.planes)
-    spans = [
-        (e.start_ns, e.end_ns) for p in planes for line in p.lines for e in line.events if e.name == window
-    ]
+    events = (e for plane in planes for line in plane.lines for e in line.events)
+    spans = [(e.start_ns, e.end_ns) for e in events if e.name == window]
     devices = [p for p in planes if p.name.startswith("/device:")]
-    lines = []
-    for plane in devices or planes:
-        for line in plane.lines:
-            ops = tuple(_ops(line.events))
-            lines += [ops] if ops else []
+    lines = [*filter(None, (tuple(_ops(line.events)) for p in devices or planes for line in p.lines))]
     if not spans or not lines:
         raise MtpJaxError(
             f"{xplane} holds no instruction of a compiled program: the profiler saw nothing run"

@@ -330,6 +330,21 @@ def _run(args: Arguments) -> int:
         ) from error
 
 
+def _note_rows(report: "Report", first: int) -> None:
+    """Show rows of a table that is not complete."""
+    for row in report.rows[first:]:
+        show.note(", ".join(f"{name} {cell}" for name, cell in zip(report.headers, row, strict=True)))
+
+
+def _subject(args: Arguments) -> str:
+    """The name of the model, or of the endpoint, as part of a file's name."""
+    model = args.model
+    if isinstance(model, Path) and model.is_file():  # a config.json is named as its directory
+        model = model.absolute().parent
+    name = str(getattr(args, "url", None) or model).rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^\w.-]", "-", name)[:_LONGEST_NAME]
+
+
 def _measure(args: Arguments) -> int:
     compile_cache = getattr(args, "compile_cache", None)
     if compile_cache == "none":
@@ -339,12 +354,7 @@ def _measure(args: Arguments) -> int:
     from mtp_jax.lab.bench.report import check, environment, write
 
     command = f"mtp-jax {shlex.join(args.command)}"
-    model = args.model
-    if isinstance(model, Path) and model.is_file():  # a config.json is named as its directory
-        model = model.absolute().parent
-    subject = str(getattr(args, "url", None) or model).rstrip("/").rpartition("/")[2]
-    subject = re.sub(r"[^\w.-]", "-", subject)[:_LONGEST_NAME]
-    path = args.json or _free(Path(f"build/bench/{args.name}-{subject}.json"), command)
+    path = args.json or _free(Path(f"build/bench/{args.name}-{_subject(args)}.json"), command)
     check(path)
     png = None
     if args.plotted and plot.can_draw():
@@ -364,8 +374,7 @@ def _measure(args: Arguments) -> int:
         if png is not None:
             plot.draw(report, png, made_by)
         if report.pending:  # the table comes at the end
-            for row in report.rows[shown:]:
-                show.note(", ".join(f"{name} {cell}" for name, cell in zip(report.headers, row, strict=True)))
+            _note_rows(report, shown)
             shown = len(report.rows)
         failed = bool(report.faults)
     written = ", ".join(map(str, filter(None, (path, png))))

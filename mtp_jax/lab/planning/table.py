@@ -161,13 +161,13 @@ def make(
         if bool(d.depth) in fits and n <= fits[bool(d.depth)].requests
         for at in [replace(d, requests=n)]
     ]
+    more = (
+        f"the cache holds {most:,} requests of {base.context:,} tokens; an FP8 cache, fewer tokens or "
+        "more GPUs hold more"
+    )
+    if requests and not rows:
+        raise ConfigError(f"{min(requests):,} requests are too many: {more}")
     if requests and max(requests) > most:
-        more = (
-            f"the cache holds {most:,} requests of {base.context:,} tokens; an FP8 cache, fewer tokens or "
-            "more GPUs hold more"
-        )
-        if not rows:
-            raise ConfigError(f"{min(requests):,} requests are too many: {more}")
         notes.append(f"not all requests are shown: {more}")
     return Plan(base, fits, tuple(rows), tuple(notes), price)
 

@@ -85,9 +85,26 @@ def scopes_of(hlo: str) -> dict[str, Scope]:
     its callees (fusions, loops), else the scope of its users. A fusion has the path of its last operation;
     where it holds a matrix product, its time is that product's, hence its scope.
     """
+    inside, mentions, scopes = _read(hlo)
+    users: dict[str, list[str]] = defaultdict(list)
+    for name, others in mentions.items():
+        for other in others:
+            users[other].append(name)
+    for _ in range(_ROUNDS):
+        for name in [n for n, s in scopes.items() if s.phase == OTHER]:
+            called = [n for m in mentions[name] for n in inside.get(m, ())]
+            for neighbours in (called, users[name], mentions[name]):
+                if (near := _most(scopes.get(n, NOWHERE) for n in neighbours)) != NOWHERE:
+                    scopes[name] = near
+                    break
+    return scopes
+
+
+def _read(hlo: str) -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, Scope]]:
+    """Instructions of each computation, names that each instruction mentions, and its own scope."""
     inside: dict[str, list[str]] = defaultdict(list)
-    scopes: dict[str, Scope] = {}
     mentions: dict[str, list[str]] = {}
+    scopes: dict[str, Scope] = {}
     products: dict[str, Scope] = {}
     fusions: dict[str, str] = {}
     computation = ""
@@ -104,18 +121,7 @@ def scopes_of(hlo: str) -> dict[str, Scope]:
             elif fusion := _FUSION.search(line):
                 fusions[name] = fusion[1]
     scopes |= {name: products[called] for name, called in fusions.items() if called in products}
-    users: dict[str, list[str]] = defaultdict(list)
-    for name, others in mentions.items():
-        for other in others:
-            users[other].append(name)
-    for _ in range(_ROUNDS):
-        for name in [n for n, s in scopes.items() if s.phase == OTHER]:
-            called = [n for m in mentions[name] for n in inside.get(m, ())]
-            for neighbours in (called, users[name], mentions[name]):
-                if (near := _most(scopes.get(n, NOWHERE) for n in neighbours)) != NOWHERE:
-                    scopes[name] = near
-                    break
-    return scopes
+    return inside, mentions, scopes
 
 
 def _most(scopes: Iterable[Scope]) -> Scope:

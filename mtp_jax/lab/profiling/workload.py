@@ -35,6 +35,17 @@ class Workload:
     running: Sequence[Request] = ()
 
 
+def _check(subject: Subject, phase: Phase, input_len: int, depth: int) -> None:
+    """Raise ConfigError if the phase or the model cannot be profiled so."""
+    if phase in ("verify", "mixed") and depth < 1:
+        raise ConfigError(f"--phase {phase} verifies drafts: --depth 1 or more")
+    if phase == "decode" and depth:
+        raise ConfigError(f"--phase decode has no drafts: a depth of 0, not {depth}")
+    limit = subject.config.max_position_embeddings
+    if input_len > limit:
+        raise ConfigError(f"--input-len {input_len}: the model's positions end at {limit}")
+
+
 def start(
     subject: Subject, phase: Phase, batch: int, input_len: int, depth: int, steps: int, temperature: float
 ) -> Workload:
@@ -47,13 +58,7 @@ def start(
 
     Raises ConfigError if the phase or the model cannot be profiled.
     """
-    if phase in ("verify", "mixed") and depth < 1:
-        raise ConfigError(f"--phase {phase} verifies drafts: --depth 1 or more")
-    if phase == "decode" and depth:
-        raise ConfigError(f"--phase decode has no drafts: a depth of 0, not {depth}")
-    limit = subject.config.max_position_embeddings
-    if input_len > limit:
-        raise ConfigError(f"--input-len {input_len}: the model's positions end at {limit}")
+    _check(subject, phase, input_len, depth)
     decoding = 0 if phase == "prefill" else batch
     fed = steps + _SETTLE + 1 if phase in ("prefill", "mixed") else 0
     # A slot decodes as soon as its prompt is read, while other prompts are still read, in chunks of 16 tokens

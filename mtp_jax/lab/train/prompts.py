@@ -68,6 +68,21 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, longest: int) -> list[
     return texts
 
 
+def _read(
+    kind: str, line: JsonObject, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Prompt and answer of a line of this kind, whose keys are taken out. Raises RequestError."""
+    given, ready = line.pop(kind), line.pop("completion", None)
+    if kind == "messages":
+        return _conversation(given, line, tokenizer)
+    if not isinstance(given, str) or not isinstance(ready, str | None):
+        raise RequestError(f"{kind} and completion are strings; got {given!r:.40} and {ready!r:.40}")
+    ids = tuple(tokenizer.encode(given))
+    if kind == "text":
+        return (), ids
+    return ids, None if ready is None else tuple(tokenizer.encode(ready, add_special_tokens=False))
+
+
 def _text(line: object, tokenizer: Tokenizer, longest: int) -> Text:
     found: Any = line.get("body", line) if isinstance(line, Mapping) else None
     if not isinstance(found, Mapping):
@@ -76,16 +91,7 @@ def _text(line: object, tokenizer: Tokenizer, longest: int) -> Text:
     kinds = [key for key in ("messages", "prompt", "text") if key in rest]
     if len(kinds) != 1:
         raise RequestError(f"got the keys {', '.join(map(str, found)) or 'none'}; {_EXPECTED}")
-    given, ready = rest.pop(kinds[0]), rest.pop("completion", None)
-    if kinds[0] == "messages":
-        prompt, answer = _conversation(given, rest, tokenizer)
-    elif not isinstance(given, str) or not isinstance(ready, str | None):
-        raise RequestError(f"{kinds[0]} and completion are strings; got {given!r:.40} and {ready!r:.40}")
-    elif kinds[0] == "text":
-        prompt, answer = (), tuple(tokenizer.encode(given))
-    else:
-        prompt = tuple(tokenizer.encode(given))
-        answer = None if ready is None else tuple(tokenizer.encode(ready, add_special_tokens=False))
+    prompt, answer = _read(kinds[0], rest, tokenizer)
     known = declared(SamplingParams).keys() - {"n"}
     if wrong := [key for key in rest if key not in known]:
         raise RequestError(f"{wrong[0]!r:.40} is no option here; leave it out")

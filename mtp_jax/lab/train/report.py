@@ -6,11 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from mtp_jax.api.progress import left
-from mtp_jax.json_object import JsonObject
+from mtp_jax.json_object import JsonMapping, JsonObject
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SMOOTHING_STEPS = 20  # the smoothed loss is an exponential mean with this time constant
 
@@ -90,6 +94,26 @@ class Panel:
 LOSSES = (Panel("losses", "cross entropy, nats per token", ("next token", "MTP depth")),)
 
 
+def _curve(points: Sequence[tuple[int, Sequence[float]]], number: int) -> tuple[list[int], list[float]]:
+    """Steps and values of one curve, at the steps that have it."""
+    found = [(step, values[number]) for step, values in points if len(values) > number]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _draw(panel: Panel, axes: "Axes", records: Sequence[JsonMapping]) -> None:
+    train = [(r["step"], r[panel.key]) for r in records if panel.key in r]
+    held = [(r["step"], r["held_out"][panel.key]) for r in records if "held_out" in r]
+    for number in range(max((len(values) for _, values in train), default=0)):
+        steps, values = _curve(train, number)
+        (line,) = axes.plot(steps, smoothed(values), label=f"{panel.name(number)}, smoothed", zorder=2)
+        axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
+        axes.plot(*_curve(held, number), "o", color=line.get_color(), markersize=4)
+    axes.set(xlabel="step", ylabel=panel.says, title="training (lines), held out (dots)")
+    axes.grid(alpha=0.3)
+    if train:
+        axes.legend(title=f"exponential mean over about {SMOOTHING_STEPS} steps; light: single steps")
+
+
 def plot_losses(out_dir: Path, panels: Sequence[Panel] = LOSSES) -> Path | None:
     """Draw `loss.png` from `metrics.jsonl`: training and held-out figures against steps.
 
@@ -107,19 +131,7 @@ def plot_losses(out_dir: Path, panels: Sequence[Panel] = LOSSES) -> Path | None:
     records = _read(out_dir / "metrics.jsonl")
     figure, rows = pyplot.subplots(len(panels), figsize=(8, 5 * len(panels)), squeeze=False)
     for panel, axes in zip(panels, rows[:, 0], strict=True):
-        train = [(r["step"], r[panel.key]) for r in records if panel.key in r]
-        held = [(r["step"], r["held_out"][panel.key]) for r in records if "held_out" in r]
-        for curve in range(max((len(values) for _, values in train), default=0)):
-            points = [(step, values[curve]) for step, values in train if len(values) > curve]
-            steps, values = [step for step, _ in points], [value for _, value in points]
-            (line,) = axes.plot(steps, smoothed(values), label=f"{panel.name(curve)}, smoothed", zorder=2)
-            axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8, zorder=1)
-            dots = [(step, values[curve]) for step, values in held if len(values) > curve]
-            axes.plot([d[0] for d in dots], [d[1] for d in dots], "o", color=line.get_color(), markersize=4)
-        axes.set(xlabel="step", ylabel=panel.says, title="training (lines), held out (dots)")
-        axes.grid(alpha=0.3)
-        if train:
-            axes.legend(title=f"exponential mean over about {SMOOTHING_STEPS} steps; light: single steps")
+        _draw(panel, axes, records)
     path = out_dir / "loss.png"
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

@@ -73,16 +73,19 @@ def write_states(
             update(min(first + size, len(texts)), len(texts))
 
 
+def _answers(llm: LLM, texts: Sequence[Text], first: int, sampling: JsonObject) -> list[tuple[int, ...]]:
+    """The answer of every text: its own, or else the model's."""
+    asked = [i for i, text in enumerate(texts) if text.answer is None]
+    params = [replace(SamplingParams(**sampling | texts[i].sampling), seed=first + i) for i in asked]
+    outputs = llm.generate([texts[i].prompt for i in asked], params) if asked else ()
+    made = {i: tuple(output.outputs[0].token_ids) for i, output in zip(asked, outputs, strict=True)}
+    return [made.get(i, ()) if text.answer is None else text.answer for i, text in enumerate(texts)]
+
+
 def _write_shard(
     llm: LLM, texts: Sequence[Text], first: int, path: Path, taps: tuple[int, ...], sampling: JsonObject
 ) -> None:
-    answers = [text.answer for text in texts]
-    asked = [i for i, answer in enumerate(answers) if answer is None]
-    params = [replace(SamplingParams(**sampling | texts[i].sampling), seed=first + i) for i in asked]
-    if asked:
-        outputs = llm.generate([texts[i].prompt for i in asked], params)
-        for i, output in zip(asked, outputs, strict=True):
-            answers[i] = tuple(output.outputs[0].token_ids)
+    answers = _answers(llm, texts, first, sampling)
     rows = [(first + i, texts[i].prompt, answer) for i, answer in enumerate(answers) if answer]
     rows.sort(key=lambda row: len(row[1]) + len(row[2]))  # texts of about a length are computed together
     names, parts = [FINAL, *taps], []
