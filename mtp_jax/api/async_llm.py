@@ -324,14 +324,16 @@ class AsyncLLM:
         self._check_awake()
         arrived = self.llm.engine.runner.clock()
         params = self.llm.default_sampling_params if sampling_params is None else sampling_params
-        lazy = isinstance(prompt, LazyPrompt)
-        check("" if lazy else prompt, params)
+        check("" if isinstance(prompt, LazyPrompt) else prompt, params)
         tokens, longest = estimate(prompt), self.about.engine.longest
         with self._submissions.enter(options.pop("request_id", None), params, tokens, longest) as stream:
+            if params.structured is not None and isinstance(prompt, LazyPrompt):
+                # Long prompts wait for each other, and no grammar for them.
+                prompt = await self._workers.tokenise(tokens, prompt.make)
             make = partial(self._state, prompt, params, cast(Terms, {**options, "arrived": arrived}))
             if params.structured is not None:
                 state = await self._workers.run("grammar", make)
-            elif lazy or len(prompt) * params.n > _SHORT_PROMPT:
+            elif isinstance(prompt, LazyPrompt) or len(prompt) * params.n > _SHORT_PROMPT:
                 state = await self._workers.tokenise(tokens, make)
             else:
                 state = make()

@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 class Workers:
     """Thread pools in which prompts wait neither for work without the engine nor for grammars.
 
-    The pool "grammar" makes prompts of requests with a grammar, which may take seconds to compile; "beside"
-    does all other work but ``tokenise``.
+    The pool "grammar" makes requests with a grammar, which may take seconds to compile, once their prompts
+    are tokenised; "beside" does all other work but ``tokenise``.
     """
 
     def __init__(self) -> None:

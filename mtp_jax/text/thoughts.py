@@ -148,14 +148,24 @@ class Splitter:
     def __init__(self, thoughts: Thoughts, inside: bool) -> None:
         """inside: whether the prompt has opened a thought."""
         self._thoughts, self._place = thoughts, thoughts.begin(inside)
+        self._space: list[str] = []  # white space before a thought, or an answer that has none
 
     def push(self, text: str) -> tuple[str, str]:
         """Take text; return the new (thought, answer) that may be shown."""
-        self._place, thought, answer = self._thoughts.push(self._place, text)
+        if self._place.part is Part.START and not self._place.held and not text.strip():
+            self._space.append(text)
+            return "", ""
+        self._place, thought, answer = self._thoughts.push(self._place, self._begun(text))
         return thought, answer
+
+    def _begun(self, text: str) -> str:
+        """The text with the white space before it."""
+        pieces, self._space = [*self._space, text], []
+        return "".join(pieces)
 
     def flush(self) -> tuple[str, str]:
         """Return (thought, answer) of the text held back, at the end."""
+        self._place = self._place._replace(held=self._begun(self._place.held))
         rest, self._place = self._thoughts.rest(self._place), self._place._replace(held="")
         return rest
 

@@ -53,7 +53,7 @@ class Blocks:
         self._custom = custom
         self.all: list[Block] = []
         self._open: Block | None = None
-        self._space = ""
+        self._space: list[str] = []
 
     def push(self, pieces: Iterable[Piece]) -> list[Change]:
         """Sort pieces of a turn into blocks; return the changes of blocks."""
@@ -79,15 +79,14 @@ class Blocks:
         if self._open and self._open.kind == kind:
             return self._grow(text)
         changes = self._end()
-        text = self._space + text
+        self._space.append(text)
         if not text.strip():
-            self._space = text
             return changes
-        self._space = ""
+        text = "".join(self._space)
         return [*changes, self._begin(kind), *self._grow(text)]
 
     def _begin(self, kind: Kind, id: str = "", name: str = "") -> Change:
-        self._open, self._space = Block(kind, len(self.all), id=id, name=name), ""
+        self._open, self._space = Block(kind, len(self.all), id=id, name=name), []
         self.all.append(self._open)
         return Change("begin", self._open)
 

@@ -10,6 +10,8 @@ from pydantic_core import to_json
 from mtp_jax import CallArguments, CallBegin, JsonObject
 from serve.answers.turn import Called, Piece
 
+_LONGEST_START = 4096  # characters before the text, which are a short key; a longer beginning has no text
+
 
 class Inputs:
     """Turns growing arguments of custom tools' calls into their growing text. One object per completion."""
@@ -59,14 +61,17 @@ class _FirstString:
     _HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")  # of a surrogate pair
 
     def __init__(self) -> None:
-        self._held, self._inside = "", False
+        self._held, self._inside, self._ended = "", False, False
 
     def push(self, text: str) -> str:
         """Take JSON text; return the new characters of the value."""
+        if self._ended:
+            return ""
         self._held += text
         if not self._inside:
-            begun = self._BEFORE.match(self._held)
+            begun = self._BEFORE.match(self._held, 0, _LONGEST_START)
             if begun is None:
+                self._end(len(self._held) >= _LONGEST_START)
                 return ""
             self._inside, self._held = True, self._held[begun.end() :]
         match = self._CHARACTERS.match(self._held)
@@ -74,10 +79,15 @@ class _FirstString:
         if not self._held.startswith('"', end) and (half := self._HALF.search(self._held, 0, end)):
             end = half.start()  # its other half may follow in the next text
         found, self._held = self._held[:end], self._held[end:]
+        self._end(self._held.startswith('"'))
         # A half without its other half is no character.
         known = self._ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", found)
         decoded: str = json.loads(f'"{known}"', strict=False)
         return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _end(self, ends: bool) -> None:
+        if ends:
+            self._held, self._ended = "", True
 
 
 def arguments(text: str) -> JsonObject:

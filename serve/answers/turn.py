@@ -39,7 +39,7 @@ class Turn:
         self._splitter = Thoughts(may_think).splitter(thinking)
         self._parser = use.parser() if use else None
         self._most = None if use is None or use.several else 1
-        self._space = ""
+        self._space: list[str] = []
         self.calls = 0
 
     def push(self, c: CompletionOutput) -> list[Piece]:
@@ -56,19 +56,21 @@ class Turn:
             elif self._most is None or part.index < self._most:
                 if isinstance(part, CallBegin):
                     pieces += self._said(*self._splitter.call())
-                    self._space = ""
+                    self._space = []
                 pieces.append(self._named(part))
         if not ended:
             return pieces
         pieces += self._said(*self._splitter.flush())
-        return [*pieces, OutputText(self._space)] if self._space and not self.calls else pieces
+        rest = [OutputText("".join(self._space))] if self._space and not self.calls else []
+        return [*pieces, *rest]
 
     def _said(self, thought: str, text: str) -> list[Piece]:
         """Pieces of thought and text. White space waits for its sequel: before a call it is dropped."""
-        if self._parser:
-            whole = self._space + text
-            text = whole.rstrip()
-            self._space = whole[len(text) :]
+        if self._parser and text:
+            shown = text.rstrip()
+            space = text[len(shown) :]
+            text = "".join([*self._space, shown]) if shown else ""
+            self._space = [*([] if shown else self._space), *([space] if space else [])]
         return [*([Thought(thought)] if thought else []), *([OutputText(text)] if text else [])]
 
     def finish_reason(self, c: CompletionOutput) -> str | None:

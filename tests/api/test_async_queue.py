@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_jax import LLM, EngineStopped, LazyPrompt, Overloaded, RequestError, SamplingParams, Stream
+from mtp_jax import (
+    LLM,
+    EngineStopped,
+    LazyPrompt,
+    Overloaded,
+    RequestError,
+    SamplingParams,
+    Stream,
+    StructuredOutput,
+)
 from tests.api.helpers import GREEDY, PROMPTS, last, serving, simulated
 
 
@@ -35,6 +44,25 @@ def test_a_full_queue_refuses_before_it_tokenises(llm):
                     assert len((await last(stream)).outputs[0].token_ids) == 24
             with pytest.raises(RequestError, match="n = 4"):
                 await allm.submit(PROMPTS[0], SamplingParams(n=4))
+
+    asyncio.run(run())
+
+
+def test_prompts_with_grammars_are_tokenised_where_all_others_are(llm):
+    """Else long prompts would take the threads of all grammars."""
+
+    async def run() -> None:
+        async with serving(llm) as allm:
+            made = []
+
+            def prompt() -> list[int]:
+                made.append(threading.current_thread().name)
+                return PROMPTS[0]
+
+            shaped = SamplingParams(max_tokens=3, structured=StructuredOutput(regex="[0-9]{3}"))
+            with pytest.raises(RequestError, match="tokenizer"):  # a grammar needs one
+                await allm.submit(LazyPrompt(prompt, 8), shaped)
+            assert made[0].startswith("tokenise")
 
     asyncio.run(run())
 

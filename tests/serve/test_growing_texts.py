@@ -14,20 +14,27 @@ from mtp_jax import (
     OutputText,
     RequestOutput,
     SamplingParams,
+    ToolUse,
 )
 from mtp_jax.api.admission import Reservation
 from mtp_jax.api.completions import CompletionState
 from mtp_jax.api.outputs import Timing
 from mtp_jax.api.stream import Stream
 from mtp_jax.engine.request import Request
+from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools import values
+from mtp_jax.text.tools.formats import FORMATS
+from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.values import Value
 from serve.answers.blocks import Blocks
-from serve.answers.turn import Thought, called
+from serve.answers.inputs import _FirstString
+from serve.answers.turn import Thought, Turn, called
 from serve.bodies import responses
 from serve.bodies.responses import ResponsesBody
 from serve.routes.responses import _Responses
 from tests.serve.helpers import completion
+
+CALLS = ToolUse(FORMATS["json"], (), False, True)
 
 
 class Piece(str):
@@ -143,3 +150,67 @@ def test_deltas_that_nobody_reads_are_merged_seldom(monkeypatch):
     assert read.value.value.outputs[0].token_ids == [*range(65, 65 + count)]
     assert read.value.value.finished
     assert copied[0] <= count * (count.bit_length() + 1)
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\x0b"])
+def test_white_space_that_waits_is_joined_once(space):
+    """A model at a loss writes it for ever."""
+    blocks, turn, splitter = Blocks(), Turn(False, True, CALLS), Thoughts(True).splitter(False)
+    assert not blocks.push([OutputText(Piece(space))] * 9)
+    shown = [change.text for change in blocks.push([OutputText("a")])]
+    assert shown == ["", space * 9 + "a"]
+    assert not [piece for _ in range(9) for piece in turn._said("", Piece(space))]
+    assert turn._said("", "a") == [OutputText(space * 9 + "a")]
+    assert not any(part for _ in range(9) for part in splitter.push(Piece(space)))
+    assert splitter.push("<thi") == ("", "")
+    assert splitter.push("s") == ("", space * 9 + "<this")
+    splitter = Thoughts(True).splitter(False)
+    splitter.push(space)
+    assert splitter.push("<think>t") == ("t", "")
+    splitter = Thoughts(True).splitter(False)
+    splitter.push(space)
+    assert splitter.flush() == ("", space)
+
+
+@pytest.mark.parametrize(
+    ("first", "more", "last", "says"),
+    [
+        ("", " ", "x", None),
+        ("1", "2", "x", None),
+        ("-", "1", " x", None),
+        ("true", " ", "x", None),
+        ("", "\x0b", "x", "false"),
+        (" 1", " ", "2", None),
+    ],
+)
+def test_what_decides_about_a_value_stays_short(first, more, last, says):
+    value = Value({"type": ["string", "number", "boolean"]}, {}, says)
+    assert [value.grow(text) for text in (first, *[more] * 999)] == [""] * 1000
+    assert len(value._begun) <= len("false ")
+    assert json.loads(value.grow(last) + value.end("")) == first + more * 999 + last
+
+
+def test_white_space_behind_a_call_does_not_wait_for_ever():
+    parser, spaces = ToolParser(FORMATS["json"]), 10_000
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    parts, longest = parser.push(call), 0
+    for _ in range(spaces):
+        parts += parser.push(" ")
+        longest = max(longest, len(parser._held))
+    parts += parser.push(call + "x") + parser.flush()
+    assert longest <= 256
+    calls = [type(part) for part in parts if not isinstance(part, OutputText)]
+    assert calls == [CallBegin, CallArguments, CallEnd] * 2
+    assert "".join(part.text for part in parts if isinstance(part, OutputText)) == " " * spaces + "x"
+
+
+def test_what_stands_around_a_custom_tools_text_is_not_kept():
+    pushed = _FirstString()
+    assert pushed.push('{"input": "ab') + pushed.push('c", "') == "abc"
+    assert not any(pushed.push("more") for _ in range(999))
+    assert pushed._held == ""
+    for cut in (1, 7, 10_000):
+        long = _FirstString()
+        key = '{"' + "k" * 5000 + '": "text"}'
+        assert not any(long.push(key[i : i + cut]) for i in range(0, len(key), cut))
+        assert len(long._held) < 5000

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import reduce
 
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonObject
@@ -29,21 +30,22 @@ def free(form: Format, rules: Rules, end: str) -> str:
     key = rules.add("KEY", pair.key)
     one = rules.add("pair", pair.of_any_key(key, pair.any_value()))
     any_object = f"({one} ({pair.between} {one})*)? {end}"
-    if (last := pair.slipped_value(form.end)) is None:
+    if (last := pair.slipped({}, {}, form.end)) is None:
         return any_object
     return one_of([any_object, f"({one} {pair.between})* {pair.of_any_key(key, last)}"])
 
 
-def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:
-    """The rule for arguments that a tool's schema allows; a strict tool allows only keys that it names.
+def held(form: Format, rules: Rules, tool: Tool, name: str, end: str) -> str:
+    """The rule for arguments that a tool's schema allows, and for the end of the call behind.
 
-    name: a name for a new rule. Raises RequestError for a schema that rules of this format cannot enforce.
+    A strict tool allows only keys that it names. name: a name for a new rule. Raises RequestError for a
+    schema that rules of this format cannot enforce.
     """
     schema = tool.parameters
     together = sorted(_TOGETHER & schema.keys())
     if together and form.parameter is None:
         rules.charge(schema)
-        return rules.json({"type": "object", **schema})
+        return f"{rules.json({'type': 'object', **schema})} {end}"
     if together:
         raise RequestError(
             f"the schema of the tool {tool.name!r} has {together[0]!r}: this model writes each parameter by "
@@ -52,14 +54,16 @@ def held(form: Format, rules: Rules, tool: Tool, name: str) -> str:
     rules.charge({key: value for key, value in schema.items() if key not in _DEFINITIONS})
     pair = Member(rules) if form.parameter is None else Tags(form.parameter, rules)
     before, behind = pair.around
-    return f"{before} {_Held(pair, rules, tool).write(name)} {behind}"
+    return f"{before} {_Held(pair, rules, tool, f'{behind} {end}', form.end).write(name)}"
 
 
 class _Held:
     """Rules for the arguments of one tool, a rule for each argument, in any order."""
 
-    def __init__(self, pair: Pair, rules: Rules, tool: Tool) -> None:
+    def __init__(self, pair: Pair, rules: Rules, tool: Tool, end: str, text: str) -> None:
+        """end: the rule for the text behind the last argument. text: the text that ends a call."""
         self._pair, self._rules, self._tool, self._whole = pair, rules, tool, tool.parameters
+        self._end, self._end_text = rules.add("end", end), text
         self._values: dict[str, str | None] = {}
 
     def write(self, name: str) -> str:
@@ -71,13 +75,18 @@ class _Held:
                 f"the tool {self._tool.name!r} requires more than {_BITS} parameters; require fewer"
             )
         known = {**dict.fromkeys(required, others), **self._whole.get("properties", {})}
-        end = f'""{f" %if is_ones([0:{len(required)}])" if required else ""}'
-        first, more = ([] if required else ['""']), [end]
+        first = [] if required else [self._end]
+        more = [self._end + _given(len(required))]
 
         def add(pair: str, after: str, bits: int, unless: str) -> None:
             one = self._rules.add("pair", pair)
             first.append(f"{one} {name}::{bits:#x}")
             more.append(f"{self._pair.between} {one} {name}::{after}{unless}")
+
+        def add_last(pair: str, bit: int) -> None:
+            one = self._rules.add("last", pair)
+            first.extend([one] if len(required) <= (bit < len(required)) else [])
+            more.append(f"{self._pair.between} {one}{_given(len(required), bit)}")
 
         for bit, (key, schema) in enumerate(known.items()):  # required keys come first
             value = self._value(key, schema)
@@ -89,13 +98,18 @@ class _Held:
                 add(self._pair.of_key(key, value), f"set_bit({bit})", 1 << bit, f" %if bit_clear({bit})")
             elif value is not None:
                 add(self._pair.of_key(key, value), "_", 0, "")
+            if (last := self._pair.slipped(schema, self._whole, self._end_text)) is not None:
+                add_last(self._pair.of_key(key, last), bit)
         if others is not False and (value := self._value("", others)) is not None:
             key = self._pair.key
             if known:
                 key += f" & ~{self._rules.add('KNOWN', ' | '.join(map(self._pair.spelt, known)))}"
-            add(self._pair.of_any_key(self._rules.add("KEY", key), value), "_", 0, "")
+            key = self._rules.add("KEY", key)
+            add(self._pair.of_any_key(key, value), "_", 0, "")
+            if (last := self._pair.slipped(others, self._whole, self._end_text)) is not None:
+                add_last(self._pair.of_any_key(key, last), _BITS)
         if len(first) == (not required):
-            return '""'
+            return self._end
         self._rules.name(f"{name}::_", " | ".join(more))
         return one_of(first)
 
@@ -129,6 +143,13 @@ class _Held:
                     found.setdefault(place, {})[name] = known[name]
                     waiting.append(known[name])
         return found
+
+
+def _given(required: int, last: int = _BITS) -> str:
+    """The condition that all required arguments are there, or all others, and the last is not there yet."""
+    held = [f"bit_clear({last})"] if last < _BITS else []
+    held += [f"is_ones([{a}:{b}])" for a, b in ((0, min(last, required)), (last + 1, required)) if a < b]
+    return f" %if {reduce('and({}, {})'.format, held)}" if held else ""
 
 
 def _references(schema: object) -> Iterator[tuple[str, str]]:

@@ -96,8 +96,8 @@ class _Output:
             tool.check()
             name = json.dumps(tool.name)
             if tool.strict or self._asked.forced:
-                own = held(form, rules, tool, f"arguments_{i}")
-                ways.append(f"{name} {rules.declared(after)} {own} {end}")
+                own = held(form, rules, tool, f"arguments_{i}", end)
+                ways.append(f"{name} {rules.declared(after)} {own}")
             else:
                 unheld.append(name)
         if unheld:

@@ -47,6 +47,14 @@ class Pair(Protocol):
         """
         ...
 
+    def slipped(self, schema: object, whole: object, end: str) -> str | None:
+        """The rule for a text that ends by its tag without the mark, right before the end of the call.
+
+        end: text that ends a call; the rule holds it, too. None where no such text fits, or in a format
+        without a mark.
+        """
+        ...
+
 
 class Member:
     """The notation of a JSON object: ``"key": value``."""
@@ -70,6 +78,11 @@ class Member:
     def value(self, schema: object, whole: object, as_json: AsJson) -> str | None:
         """See ``Pair``."""
         return as_json(schema, None) if kinds(schema, whole) else None
+
+    def slipped(self, schema: object, whole: object, end: str) -> str | None:
+        """See ``Pair``."""
+        del schema, whole, end
+        return None
 
 
 class Tags:
@@ -113,15 +126,15 @@ class Tags:
         """The rule for any value."""
         return self.value({}, {}, lambda schema, kinds: "json_value") or ""
 
-    def slipped_value(self, end: str) -> str | None:
-        """The rule for a text that ends by its tag without the mark, right before the end of the call.
-
-        end: text that ends a call. None in a format without a mark.
-        """
+    def slipped(self, schema: object, whole: object, end: str) -> str | None:
+        """See ``Pair``."""
         _, *slipped = slips(self._stop)
+        if not slipped or not (allowed := texts(schema, whole)):
+            return None
         ends = [tag for text in slips(end) for tag in literals(text)]
-        tags = [f"{json.dumps(stop)} GAP? {one_of(map(json.dumps, ends))}" for stop in slipped]
-        return f"{self._says('true')} {self._rules.add('up', f'TEXT {tags[0]}', '[lazy]')}" if tags else None
+        tags = f"{json.dumps(slipped[0])} GAP? {one_of(map(json.dumps, ends))}"
+        text = self._terminal(allowed, kinds(schema, whole) - {"string"})
+        return f"{self._says('true')} {self._rules.add('up', f'{text} {tags}', '[lazy]')}"
 
     def _says(self, is_text: str) -> str:
         """The rule for the text between a key and a value."""
@@ -129,8 +142,12 @@ class Tags:
 
     def _text(self, allowed: Texts, others: frozenset[str]) -> str:
         """The rule for the text of a string and for its end, where a value may have further types, too."""
+        return self._rules.up_to(self._stop, self._terminal(allowed, others))
+
+    def _terminal(self, allowed: Texts, others: frozenset[str]) -> str:
+        """The terminal of these texts."""
         if () in allowed:
-            return self._rules.up_to(self._stop)
+            return "TEXT"
         wrong = [t for each in allowed for t in each if t.startswith('"') and self._stop in json.loads(t)]
         if wrong:
             raise RequestError(
@@ -142,4 +159,4 @@ class Tags:
         if not self._says_what and others & {"array", "object"}:  # a value that begins so is JSON
             but.append(terminal(r"[\[{](?s:.*)"))
         ways = (" & ".join([*each, *(f"~{no}" for no in but)]) for each in allowed)
-        return self._rules.up_to(self._stop, self._rules.add("T", " | ".join(ways)))
+        return self._rules.add("T", " | ".join(ways))

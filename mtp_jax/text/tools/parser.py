@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.tools.formats import GAP, INDEX, NAME, STRING, Format, Parameter, literals, slips
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
-from mtp_jax.text.tools.scanner import Json, begun, first, is_markup, match, match_any
+from mtp_jax.text.tools.scanner import LONGEST, Json, begun, first, is_markup, match, match_any
 from mtp_jax.text.tools.values import Value, as_string
 
 _LONGEST_KEY = 4096  # characters; a longer text is no key
@@ -205,6 +205,8 @@ class ToolParser:
     def _after(self, final: bool) -> bool:
         """Read the tag of a further call, or of the end of the block."""
         form, text = self._form, self._held.lstrip()
+        if len(self._held) - len(text) > LONGEST:
+            return self._text_again()
         tags = (*form.all_block_ends, *form.all_opens)
         tag = next((tag for tag in tags if text.startswith(tag)), None)
         if tag is None:

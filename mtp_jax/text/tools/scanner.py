@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from mtp_jax.text.tools.formats import INDEX, NAME, NAMES, STRING, is_gap, parts
 
-_LONGEST = 256  # characters of a name, a number or a gap; a longer text is none
+LONGEST = 256
+"""Most characters of a name, a number or a gap; a longer text is none."""
 _GAP = re.compile(r"\s*")
 _IN_STRING = re.compile(r'["\\]')
 _PLACES = {
@@ -42,13 +43,13 @@ def match(declared: str, text: str, start: int = 0) -> Found:
                 return Found(0 if part.startswith(text[at:]) else -1)
             at += len(part)
             continue
-        found = place.match(text, at, at + _LONGEST)
+        found = place.match(text, at, at + LONGEST)
         if found is None:
             begun = part == STRING and any(word.startswith(text[at:]) for word in ("true", "false"))
             return Found(0 if begun or at == len(text) else -1)
         at = found.end()
         if part in (NAME, INDEX) and at == len(text):
-            return Found(0 if at - found.start() < _LONGEST else -1)
+            return Found(0 if at - found.start() < LONGEST else -1)
         groups[part] = found[0]
     return Found(at - start, groups)
 

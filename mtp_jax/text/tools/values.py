@@ -13,6 +13,7 @@ from mtp_jax.json_object import JsonMapping
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _LITERALS = {"null": ("null",), "boolean": ("true", "false")}
 _NUMBER = frozenset("-+.0123456789eE")
+_SPACE = " \t\r\n"
 
 
 class Steps:
@@ -127,6 +128,7 @@ class Value:
         self._schema, self._whole, self._says = schema, whole, says
         self._kinds = frozenset({"string"}) if says == "true" else kinds(schema, whole)
         self._held: list[str] = []
+        self._begun = ""  # stands for the text held, as ``_core`` does
         self._is_text = False
         self._is_json = "string" not in self._kinds  # whatever follows
 
@@ -137,14 +139,14 @@ class Value:
         self._held.append(text)
         if self._is_json:
             return ""
-        begun = "".join(self._held)
-        sign = begun.lstrip()[:1]
+        self._begun = _core(self._begun + text)
+        sign = self._begun.lstrip()[:1]
         quoted = self._says == "false" and sign in ('"', "")  # perhaps a string of JSON
-        if quoted or not _is_text(begun, self._kinds):
+        if quoted or not _is_text(self._begun, self._kinds):
             self._is_json = sign != "" and sign in '[{"'
             return ""
         self._is_text = True
-        return as_string(begun)[:-1]
+        return as_string("".join(self._held))[:-1]
 
     def end(self, text: str) -> str:
         """Take the rest of the value; return the text that may be sent."""
@@ -172,9 +174,23 @@ class Value:
         return found
 
 
+def _core(begun: str) -> str:
+    """The short text that decides as the beginning of a value does: white space and numbers are one sign."""
+    text = begun.lstrip(_SPACE)
+    bare = text.rstrip(_SPACE)
+    if not bare.strip():
+        return bare[:1]
+    return (bare[0] if _is_number(bare) else bare) + text[len(bare) :][:1]
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text may begin a number."""
+    return text[0] in "-0123456789" and _NUMBER.issuperset(text)
+
+
 def _is_text(begun: str, allowed: Collection[str]) -> bool:
     """Whether a value that begins so can only be a string, with these types allowed."""
-    text = begun.strip(" \t\r\n")
+    text = begun.strip(_SPACE)
     others = {*allowed} - {"string"}
     if "string" not in allowed or not others:
         return "string" in allowed
@@ -182,5 +198,4 @@ def _is_text(begun: str, allowed: Collection[str]) -> bool:
         return False
     if text[0] in "[{":
         return {"[": "array", "{": "object"}[text[0]] not in others
-    is_number = text[0] in "-0123456789" and _NUMBER.issuperset(text)
-    return not (is_number and others & {"integer", "number"})
+    return not (_is_number(text) and others & {"integer", "number"})

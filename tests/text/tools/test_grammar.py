@@ -216,3 +216,43 @@ def test_a_grammar_lets_closing_tags_without_their_mark_end_a_call(name, as_toke
         parts = parser.push(text) + parser.flush()
         assert isinstance(parts[-1], CallEnd), text
         assert arguments(parts, 0) == {"a": "x y"} | ({"n": 2} if number in text else {}), text
+
+
+@pytest.mark.parametrize("as_tokens", ["special", pytest.param("text", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_schema_lets_closing_tags_without_their_mark_end_a_call(as_tokens, forced):
+    """The same where arguments must fit a schema: all that are required must be there by then."""
+    form, mark = FORMATS["deepseek_v4"], "\uff5cDSML\uff5c"
+    writer = writer_of("deepseek_v4", as_tokens)
+    text, strict = {"type": "string"}, not forced
+    schema = {
+        "properties": {"a": text, "b": {"type": "string", "minLength": 2}, "c": text},
+        "required": ["a", "b"],
+    }
+    if strict:
+        schema["additionalProperties"] = False
+    asked = Asked(forced, True)
+    grammar = call_grammar(form, [Tool("f", schema, strict)], vocabulary(writer.tokenizer), asked)
+
+    def accepts(*keys: str, value: str = "x y", slip: bool = True) -> bool:
+        shown = [f'<{mark}parameter name="{key}" string="true">{value}' for key in keys]
+        whole = f"</{mark}parameter>\n".join(shown) + (
+            "</parameter>\n</invoke>" if slip else f"</{mark}parameter>\n</{mark}invoke>"
+        )
+        output = f'{form.blocks[0]}\n{form.call} name="f">\n{whole}\n{form.block_ends[0]}'
+        ids = writer.tokenizer.encode(output, add_special_tokens=False).ids
+        matcher = LLMatcher(writer.inner, grammar, log_level=0)
+        found = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        if found:
+            parser = ToolParser(form, {"f": schema})
+            assert arguments(parser.push(output) + parser.flush(), 0) == dict.fromkeys(keys, value)
+        return found
+
+    for keys in (("a", "b"), ("b", "a"), ("a", "b", "c"), ("c", "b", "a"), ("a", "c", "b")):
+        assert accepts(*keys), keys
+        assert accepts(*keys, slip=False), keys
+    for keys in (("a",), ("b",), ("a", "c"), ("c",), ("a", "a"), ("a", "b", "b")):
+        assert not accepts(*keys), keys
+        assert not accepts(*keys, slip=False), keys
+    assert not accepts("a", "b", value="x")
+    assert accepts("a", "b", "other") == accepts("a", "b", "other", slip=False) == forced
