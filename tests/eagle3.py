@@ -10,11 +10,12 @@ import numpy as np
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.checkpoint.folder import open_folder
 from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.heads.blocks.declared import BlockHead
+from mtp_jax.heads.eagle3.declared import Eagle3
+from mtp_jax.heads.eagle3.drafts import Eagle3Head
 from mtp_jax.model import draft_module, trunk
 from mtp_jax.model.backend import xla
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.eagle3 import Eagle3Head
-from mtp_jax.model.head_specs import BlockHead, Eagle3
 from mtp_jax.model.params import Params
 from tests.golden import model_dir
 

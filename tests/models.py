@@ -29,9 +29,10 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import check_config
+from mtp_jax.heads.blocks.declared import BlockHead
+from mtp_jax.heads.medusa.declared import MedusaTree
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import OF_MLA, GqaConfig, ModelConfig
-from mtp_jax.model.head_specs import BlockHead, Medusa
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import data_size, param_sharding
 from mtp_jax.text.grammar import Grammars
@@ -118,8 +119,8 @@ def rigged(
         through = np.eye(cfg.hidden_size)
     merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
     layers, drafter = tuple(quiet(layer) for layer in raw.layers), raw.drafter
-    if isinstance(drafter, Medusa):
-        drafter = Medusa(drafter.blocks, (head,) * len(drafter.tables))
+    if isinstance(drafter, MedusaTree):
+        drafter = MedusaTree(drafter.residual, (head,) * len(drafter.tables))
     if isinstance(drafter, BlockHead) and drafter.hyper_head and (markov := drafter.markov):
         following = np.zeros_like(markov.following)  # the token before outweighs the rows of masks
         following[follower] = 12 * contrast * markov.previous

@@ -11,9 +11,9 @@ from jaxtyping import config, install_import_hook
 from tests.layers import modules
 
 # The code that computes. Elsewhere functions take what users pass, and say themselves what is wrong with it.
-CHECKED = ("kernels_pallas", "mtp_jax/decode", "mtp_jax/model")
+CHECKED = ("kernels_pallas", "mtp_jax/decode", "mtp_jax/heads", "mtp_jax/model")
 # The folders of tests that trace all of it. The others trace the same functions for engines and servers.
-ROOMS = ("decode", "kernels", "model", "sharding", "lab/train")
+ROOMS = ("decode", "heads", "kernels", "model", "sharding", "lab/train")
 
 
 def check(function: Callable) -> Callable:

@@ -53,6 +53,13 @@ WITHOUT_JAX = (
     "hosts.leader_log",
     "hosts.messages",
     "hosts.options",
+    "heads.blocks.declared",
+    "heads.eagle3.declared",
+    "heads.kinds",
+    "heads.medusa.declared",
+    "heads.reading",
+    "heads.stages.declared",
+    "heads.tables",
     "json_object",
     "lab.forecast.counted",
     "lab.forecast.load",
@@ -79,8 +86,7 @@ WITHOUT_JAX = (
     "model.cache_bytes",
     "model.config",
     "model.config_parts",
-    "model.head_config",
-    "model.head_specs",
+    "model.head",
     "model.hf_config",
     "model.hf_quantization",
     "model.layer_specs",
@@ -135,10 +141,11 @@ OF_DEVICES = "mtp_jax.model.backend"
 
 # Who knows the layers that draft: their drafter, and what scores, measures or trains the model without the
 # engine. Everything else knows a drafter.
-DRAFTING = tuple(f"mtp_jax.model.{name}" for name in ("draft_module", "eagle3", "nextn"))
+DRAFTING = tuple(f"mtp_jax.model.{name}" for name in ("draft_module", "nextn"))
 OF_DRAFTING = (
     "mtp_jax.model",
     "mtp_jax.decode.drafter",
+    "mtp_jax.heads",
     "mtp_jax.api.score",
     "mtp_jax.lab.bench",
     "mtp_jax.lab.train",
@@ -150,8 +157,7 @@ _OF_MODEL = (
     "config",
     "config_parts",
     "device",
-    "head_config",
-    "head_specs",
+    "head",
     "hf_config",
     "hf_quantization",
     "narrow",
@@ -337,7 +343,7 @@ def test_faults_are_found(package, module, source):
         ),
         ("mtp_jax", "mtp_jax.model.trunk", "from . import layers\nfrom ..errors import ConfigError"),
         ("mtp_jax", "mtp_jax.checkpoint.hf", "from mtp_jax.model.params import Params"),
-        ("mtp_jax", "mtp_jax.decode.drafter.build", "from mtp_jax.model import nextn"),
+        ("mtp_jax", "mtp_jax.heads.build", "from mtp_jax.model import nextn"),
         ("serve", "serve.http.app", "from mtp_jax import LLM, RequestError"),
         ("serve", "serve.http.app", "from serve.http.access import Access\nfrom serve.routes import chat"),
     ],

@@ -15,7 +15,7 @@ import numpy as np
 
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.checkpoint.formats import spec_names
-from mtp_jax.checkpoint.head import stages_config
+from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, param_specs
 from mtp_jax.model.spec import leaves
@@ -279,4 +279,4 @@ def staged(**changes: Any) -> ModelConfig:
     """The configuration of such a model with DSpark stages in the place of its MTP layer."""
     raw = v4_config(**DSPARK | changes)
     trunk = ModelConfig.from_dict(raw).with_nextn(())
-    return replace(trunk, drafter=stages_config(raw, trunk, raw["n_mtp_layers"]))
+    return replace(trunk, drafter=StagesConfig.of(raw, trunk, raw["n_mtp_layers"]))

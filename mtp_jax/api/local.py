@@ -2,13 +2,13 @@
 
 from jax.sharding import Mesh
 
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.decode.state import StateShape
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.build import build
 from mtp_jax.machine import memory_size
 from mtp_jax.model.backend import backend
 from mtp_jax.model.config import ModelConfig

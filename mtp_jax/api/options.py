@@ -10,7 +10,7 @@ from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_config import Captures
+from mtp_jax.model.head import Captures
 from mtp_jax.options import option
 
 if TYPE_CHECKING:

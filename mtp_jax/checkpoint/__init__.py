@@ -12,7 +12,7 @@ from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint, save_drafter
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.device import is_hopper, platform
-from mtp_jax.model.head_config import Captures
+from mtp_jax.model.head import Captures
 from mtp_jax.model.sharding import with_auto_axes
 
 __all__ = [

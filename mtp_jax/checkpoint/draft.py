@@ -14,13 +14,15 @@ from pathlib import Path
 from mtp_jax.checkpoint import mtp
 from mtp_jax.checkpoint.folder import Folder, shortlist
 from mtp_jax.checkpoint.formats import by_tensors
-from mtp_jax.checkpoint.head import check_ids, head_config, head_tensors, is_head, stages_config
+from mtp_jax.checkpoint.head import check_ids, head_tensors
 from mtp_jax.checkpoint.layer_names import LAYER, layer_of, mtp_layer_of, nextn_layers
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.heads.kinds import kind_of
+from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import IndexerConfig, ModelConfig
-from mtp_jax.model.head_config import Captures, Head
+from mtp_jax.model.head import Captures, DraftHead
 from mtp_jax.model.hf_config import read_json
 
 IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
@@ -52,7 +54,7 @@ class Draft:
     tensors: dict[str, Tensor]
     config: ModelConfig
     unknown: dict[str, Tensor] = field(default_factory=dict)
-    head: Head | None = None
+    head: DraftHead | None = None
 
     def described(self, raw: JsonObject, cfg: ModelConfig) -> "Draft":
         """The draft with its stages, if it has any, as config.json describes them. Raises ConfigError."""
@@ -60,7 +62,7 @@ class Draft:
             return self
         count = len({mtp_layer_of(name) for name in self.tensors})
         try:
-            return replace(self, head=stages_config(raw, cfg, count))
+            return replace(self, head=StagesConfig.of(raw, cfg, count))
         except ConfigError as e:
             raise ConfigError(f"{self.folder} has {count} DSpark stages: {e}") from e
 
@@ -112,15 +114,15 @@ def _of_layer(cfg: ModelConfig, name: str) -> object:
 def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = None) -> Draft:
     """The NextN layers or the head of a separate folder for the model of ``cfg``.
 
-    The layout of NextN layers is told from the tensors. captures: see ``head_config``. Raises CheckpointError
-    for a folder without NextN layers, or whose layers do not fit the model; ConfigError for a head that does
-    not.
+    The layout of NextN layers is told from the tensors. captures: see ``DraftHead.read``. Raises
+    CheckpointError for a folder without NextN layers, or whose layers do not fit the model; ConfigError for a
+    head that does not.
     """
     raw = read_json(folder.path / "config.json")
     try:
-        if is_head(raw, folder.tensors):
-            tensors = head_tensors(folder, raw)
-            head = head_config(raw, cfg, tensors, captures)
+        if kind := kind_of(raw, folder.tensors):
+            tensors = head_tensors(folder, kind)
+            head = kind.read(raw, cfg, tensors, captures)
             check_ids(tensors, cfg.vocab_size)
             return Draft(folder.path, head.name, tensors, head.sizes or cfg, head=head)
     except ConfigError as e:

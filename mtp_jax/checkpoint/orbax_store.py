@@ -19,8 +19,9 @@ from mtp_jax.checkpoint.folder import copy_text_files, read_config
 from mtp_jax.checkpoint.read import Loaded, OnProgress, load_folder
 from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.heads.kinds import head_from_json, head_to_json
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_config import Captures, head_from_json, head_of, head_to_json
+from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, with_auto_axes

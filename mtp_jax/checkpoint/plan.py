@@ -22,16 +22,15 @@ from mtp_jax.checkpoint.layer_names import nextn_layers
 from mtp_jax.checkpoint.mtp import STAGES
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.heads.tables import EMBED
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_config import Captures, head_of
-from mtp_jax.model.head_specs import DRAFT_HEAD
+from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.spec import leaves, may_be_narrow
 from mtp_jax.model.specs import Params, nextn_copies, nextn_name, param_specs, trunk_names
 
 # An error has a hint for each layer whose ratio the tensors contradict: a few show the pattern.
 _MOST_HINTS = 5
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
-HEAD_EMBED = f"{DRAFT_HEAD}.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class LoadPlan:
     def keeping(self, own: frozenset[str]) -> "LoadPlan":
         """The plan whose draft head has an embedding of its own only if it differs; own: as in ``specs``."""
         head = head_of(self.config)
-        if head is None or HEAD_EMBED not in self.duplicates or HEAD_EMBED in own:
+        if head is None or EMBED not in self.duplicates or EMBED in own:
             return self
         return replace(self, config=replace(self.config, drafter=replace(head, embeds=False)))
 
@@ -88,7 +87,7 @@ def make_plan(
         draft_model: folder with the NextN layers or a draft head; None: the layers in ``model_dir``.
         num_nextn_layers: how many NextN layers to load; None: all, or none beside a head. 0: no DSpark
             stages in ``model_dir``, either.
-        draft_captures: meaning of a head's list of taps, see ``head_config``.
+        draft_captures: meaning of a head's list of taps, see ``DraftHead.read``.
     Raises:
         ConfigError: an unsupported model or head, or NextN layers asked for beside a head.
         CheckpointError: one error with everything that does not match.
@@ -139,7 +138,7 @@ def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = ""
         copies.append(trunk_names(cfg).head)
     head = head_of(cfg)
     if head and head.sizes and head.sizes.hidden_size == cfg.hidden_size:
-        copies.append(HEAD_EMBED)
+        copies.append(EMBED)
     duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
 
     check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))

@@ -20,7 +20,7 @@ from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
-from mtp_jax.model.head_config import Captures
+from mtp_jax.model.head import Captures
 from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Moe, Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways

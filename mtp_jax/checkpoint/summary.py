@@ -24,7 +24,7 @@ from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.cache_bytes import token_bytes
 from mtp_jax.model.config import CompressedConfig, ModelConfig
-from mtp_jax.model.head_config import Captures, Head, head_of
+from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
 from mtp_jax.model.spec import Spec, leaves
@@ -104,7 +104,7 @@ class Summary:
             "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
             "context": f"{c.max_position_embeddings:,} tokens",
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
-            **({"draft head": _head(head)} if head else {}),
+            **({"draft head": head.described} if head else {}),
             "parameters": f"{self.parameters:,} ({self.active_parameters:,} active per token)",
             "draft parameters" if head else "NextN parameters": f"{self.nextn_parameters:,}",
             "on disk": f"{_size(self.stored_bytes)}: {', '.join(stored)}" if stored else "no weights",
@@ -118,14 +118,6 @@ class Summary:
             parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
             rows["not read"] = ", ".join(parts)
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
-
-
-def _head(head: Head) -> str:
-    if head.sizes is None:
-        return f"{head.most_drafts} {head.name} heads, which read the final hidden state"
-    kind = "GQA" if head.sizes.gqa else f"{head.sizes.num_hidden_layers} stages" if head.inside else "MLA"
-    taps = ", ".join(map(str, head.taps))
-    return f"{head.name}, {kind}, {head.sizes.vocab_size:,} tokens; reads the stream after layers {taps}"
 
 
 def _compressed(c: CompressedConfig) -> str:

@@ -14,13 +14,13 @@ from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_confi
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
-from mtp_jax.checkpoint.plan import HEAD_EMBED, LoadPlan, copied_from, match
+from mtp_jax.checkpoint.plan import LoadPlan, copied_from, match
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.heads.tables import EMBED
 from mtp_jax.model.config import HeadConfig, ModelConfig
-from mtp_jax.model.head_config import Captures, head_of
-from mtp_jax.model.head_specs import BlockHead, Eagle3
+from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
 from mtp_jax.model.specs import nextn_copies
@@ -151,8 +151,8 @@ def _own_copies(cfg: ModelConfig, now: Params) -> frozenset[str]:
     for k, layer in enumerate(now.nextn):
         embed, head = nextn_copies(cfg, k)
         names |= {name for name, table in ((embed, layer.embed), (head, layer.head)) if table is not None}
-    if isinstance(now.drafter, Eagle3 | BlockHead) and now.drafter.embed is not None:
-        names.add(HEAD_EMBED)
+    if now.drafter is not None and cfg.drafter is not None and cfg.drafter.embeds:
+        names.add(EMBED)
     return frozenset(names)
 
 

@@ -22,7 +22,7 @@ from mtp_jax.checkpoint.safetensors_file import DTYPES
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_specs import DRAFT_HEAD
+from mtp_jax.model.head import DRAFT_HEAD
 from mtp_jax.model.narrow import is_narrow
 from mtp_jax.model.params import Params, Spec, param_specs, type_of
 from mtp_jax.model.specs import nextn_name

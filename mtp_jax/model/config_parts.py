@@ -259,7 +259,7 @@ class HyperConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """A draft head beside a trunk; the kinds of heads are in ``head_config``.
+    """A draft head beside a trunk; ``head.DraftHead`` asks it more, ``heads`` has kinds.
 
     Attributes:
         taps: residual streams of the trunk that the head reads, k the stream after k layers.

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_specs import DraftHead, head_specs
+from mtp_jax.model.head import HeadTree, head_of
 from mtp_jax.model.layer_specs import Layer, Moe, Weight, block, norm, table
 from mtp_jax.model.spec import Spec, count, parameters
 from mtp_jax.model.v4_specs import HyperHead, hyper_head, v4_block, v4_merge
@@ -32,6 +32,11 @@ class NextN:
     head: Weight
     stream_merge: Weight = None  # [D, D], h_proj
     hyper_head: HyperHead | None = None
+
+    @property
+    def blocks(self) -> tuple[Layer, ...]:
+        """Its layer."""
+        return (self.layer,)
 
     @property
     def merging(self) -> tuple[Weight, ...]:
@@ -83,7 +88,7 @@ class Params:
     norm: Weight  # [D]
     head: Weight  # [V, D]
     nextn: tuple[NextN, ...]
-    drafter: DraftHead | None = None
+    drafter: HeadTree | None = None
     hyper_head: HyperHead | None = None
 
     @property
@@ -140,7 +145,7 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     )
 
 
-Drafting = tuple[tuple[NextN, ...], DraftHead | None]
+Drafting = tuple[tuple[NextN, ...], HeadTree | None]
 """NextN layers and a draft head, of which a model has one kind or none."""
 
 
@@ -152,14 +157,14 @@ def param_specs(cfg: ModelConfig, own: Iterable[tuple[bool, bool]] = ()) -> Para
     """
     layers, nextn = range(cfg.num_hidden_layers), range(cfg.num_nextn_predict_layers)
     tables = itertools.chain(own, itertools.repeat((False, False)))
-    names = trunk_names(cfg)
+    names, head = trunk_names(cfg), head_of(cfg)
     return Params(
         embed=table(names.embed, cfg),
         layers=tuple(_layer(cfg, i, cfg.is_moe(i)) for i in layers),
         norm=norm(names.norm, cfg.hidden_size),
         head=None if cfg.tie_word_embeddings else table(names.head, cfg),
         nextn=tuple(_nextn(cfg, k, embed, head) for k, (embed, head) in zip(nextn, tables, strict=False)),
-        drafter=head_specs(cfg),
+        drafter=head and head.specs(cfg),
         hyper_head=hyper_head(cfg, ""),
     )
 

@@ -13,9 +13,11 @@ import pytest
 from mtp_jax.checkpoint import convert, load, restore, summarise
 from mtp_jax.checkpoint.update import read_update
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.heads.blocks.declared import BlockConfig
+from mtp_jax.heads.eagle3.declared import Eagle3, Eagle3Config
+from mtp_jax.heads.medusa.declared import MedusaConfig, MedusaTree
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.head_config import BlockConfig, Captures, Eagle3Config, MedusaConfig
-from mtp_jax.model.head_specs import Eagle3, Medusa
+from mtp_jax.model.head import Captures
 from mtp_jax.model.spec import count, leaves
 from mtp_jax.model.specs import param_specs
 from tests import medusa
@@ -253,9 +255,9 @@ def test_medusa_heads_in_either_naming(tmp_path: Path):
     folder, trunk = medusa.write(tmp_path / "heads"), model_dir(medusa.TRUNK)
     found = load(trunk, folder)
     assert found.config.drafter == MedusaConfig(heads=medusa.HEADS, layers=1, bias=True)
-    assert isinstance(found.params.drafter, Medusa)
+    assert isinstance(found.params.drafter, MedusaTree)
     names, raw = iter(sorted(medusa.arrays())), medusa.arrays()
-    for (block,), table in zip(found.params.drafter.blocks, found.params.drafter.tables, strict=True):
+    for (block,), table in zip(found.params.drafter.residual, found.params.drafter.tables, strict=True):
         for array in (block.bias, block.linear, table):
             np.testing.assert_array_equal(array, raw[next(names)])
     assert_same(load(trunk, in_vllms_names(folder, tmp_path / "vllm")).params, found.params)
@@ -281,8 +283,8 @@ def test_medusa_heads_of_two_blocks_without_biases(tmp_path: Path):
     edit_json(folder / "config.json", medusa_num_layers=2)
     found = load(model_dir(medusa.TRUNK), folder)
     assert found.config.drafter == MedusaConfig(heads=medusa.HEADS, layers=2, bias=False)
-    assert isinstance(found.params.drafter, Medusa)
-    for blocks in found.params.drafter.blocks:
+    assert isinstance(found.params.drafter, MedusaTree)
+    for blocks in found.params.drafter.residual:
         np.testing.assert_array_equal(*(block.linear for block in blocks))
         assert blocks[0].bias is None
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from mtp_jax.checkpoint import convert, load, summarise
-from mtp_jax.checkpoint.head import head_config
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.heads.blocks.declared import BlockConfig
+from mtp_jax.heads.eagle3.declared import Eagle3, Eagle3Config
 from mtp_jax.model.config import YarnConfig
-from mtp_jax.model.head_config import BlockConfig, Eagle3Config
-from mtp_jax.model.head_specs import Eagle3
 from mtp_jax.model.spec import count
 from mtp_jax.model.specs import param_specs
 from tests.checkpoint.compressed import BLOCKS as FP8_BLOCKS
@@ -144,8 +143,7 @@ def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path):
 def test_a_new_head_has_a_table_of_its_own():
     trunk = load(TRUNK).config
     raw = json.loads((HEAD / "config.json").read_text()) | {"draft_vocab_size": 80}
-    head = head_config(raw, trunk, {}, None)
-    assert isinstance(head, Eagle3Config)
+    head = Eagle3Config.read(raw, trunk, {}, None)
     assert (head.heads, head.maps) == (True, False)
 
 

@@ -11,8 +11,8 @@ import pytest
 from mtp_jax.checkpoint import Loaded, load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_config import StagesConfig
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves

@@ -17,12 +17,12 @@ from scipy import stats
 
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source, StepKey
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import Step
+from mtp_jax.heads.build import build
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig

@@ -11,7 +11,6 @@ import numpy as np
 from mtp_jax.decode import tree
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.rules import DraftRules
@@ -19,6 +18,7 @@ from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, SamplingMode, StepKey
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import DrafterState, Slots, State, StateShape
 from mtp_jax.decode.step import Step
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params

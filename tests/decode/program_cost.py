@@ -25,12 +25,12 @@ import jax.numpy as jnp
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.decode.bookkeeping import abstract_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
+from mtp_jax.heads.build import build
 from mtp_jax.lab.bench.synthetic import preset
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig

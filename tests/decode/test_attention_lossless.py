@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.decode.drafter.block import Block
-from mtp_jax.decode.drafter.build import build
+from mtp_jax.heads.blocks.drafts import Block
+from mtp_jax.heads.build import build
+from mtp_jax.heads.stages.drafts import Stages
 from mtp_jax.model.config import IndexerConfig
-from mtp_jax.model.stages import Stages
 from tests import v4
 from tests.decode.helpers import leaking
 from tests.decode.law import CFG, Case, chi_square, emitted, exact_law, fits

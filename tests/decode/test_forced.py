@@ -10,7 +10,6 @@ import pytest
 
 from mtp_jax.decode import forced
 from mtp_jax.decode.bookkeeping import abstract_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.law import GOLDEN, Law
@@ -20,6 +19,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams, StructuredOutput
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model

@@ -15,7 +15,6 @@ from mtp_jax.decode import windows
 from mtp_jax.decode.accept import accept_drafts
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.grow import Candidates
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import ACCEPTED, COUNT, SamplingMode, StepKey, TreeShape
@@ -23,6 +22,7 @@ from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import Step
 from mtp_jax.decode.verify import Verdict
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.trunk import Model

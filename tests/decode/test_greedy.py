@@ -10,12 +10,12 @@ import pytest
 
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import ACCEPTED, SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
 from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import Step
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla, xla_cpu
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.plain import Products

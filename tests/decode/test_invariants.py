@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.state import State
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.params import Params
 from tests.decode.helpers import poison

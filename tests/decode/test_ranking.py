@@ -11,12 +11,12 @@ import pytest
 
 from mtp_jax.decode import ranking
 from mtp_jax.decode.bookkeeping import abstract_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import Source
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import Backend, xla
 from mtp_jax.model.params import Params
 from mtp_jax.model.parts import Packing

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from kernels_pallas.grouped_matmul.layout import group_rows
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode, StepKey
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import Step
+from mtp_jax.heads.build import build
 from mtp_jax.model import trunk
 from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.source import Paged

@@ -11,11 +11,11 @@ import pytest
 
 from mtp_jax.decode import sampling, tree, verify
 from mtp_jax.decode.bookkeeping import abstract_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import MAX_DRAFTS, Finish
 from mtp_jax.decode.result import emit
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.build import build
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.cache import LayerCache, read_index, read_rows

@@ -27,10 +27,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
 from mtp_jax.decode.bookkeeping import abstract_state
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import Step
+from mtp_jax.heads.build import build
 from mtp_jax.lab.bench.random_weights import abstract_params
 from mtp_jax.lab.bench.shapes import INDEXER, v3
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla

@@ -5,8 +5,8 @@ import pytest
 
 from mtp_jax.checkpoint import summarise
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.state import StateShape
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.cache_bytes import slot_bytes, token_bytes
 from mtp_jax.model.config import ModelConfig

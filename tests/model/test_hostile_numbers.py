@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.checkpoint.head import head_config
-from mtp_jax.checkpoint.medusa import medusa_config
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.eagle3.declared import Eagle3Config
+from mtp_jax.heads.kinds import kind_of
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from tests import v4
@@ -111,5 +111,4 @@ def test_models(name: str):
 
 @pytest.mark.parametrize("name", apart(HEADS, "eagle3", "dspark", "medusa"))
 def test_heads(name: str):
-    find: Any = medusa_config if name == "medusa" else head_config
-    fuzz(HEADS[name], lambda raw: find(raw, TRUNK, {}, None))
+    fuzz(HEADS[name], lambda raw: (kind_of(raw, {}) or Eagle3Config).read(raw, TRUNK, {}, None))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.heads.eagle3.declared import Eagle3Config
 from mtp_jax.model.config import ModelConfig, YarnConfig
-from mtp_jax.model.head_config import Eagle3Config
 from mtp_jax.model.layers import angles_of
 from tests import eagle3
 from tests.golden import expected

@@ -17,8 +17,7 @@ from jaxtyping import PyTree
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.lab.planning.work import attention, expected_experts
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_config import BlockConfig, head_of
-from mtp_jax.model.head_specs import BlockHead, Eagle3, Medusa
+from mtp_jax.model.head import HeadTree, head_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, nbytes
 from mtp_jax.model.params import Layer, Moe, NextN, Params, type_of
@@ -82,17 +81,12 @@ def of_head(params: Params, size: Measure = nbytes) -> Size:
     return Size(size(params.table))
 
 
-Module = NextN | Eagle3 | BlockHead | Medusa
-
-
-def of_nextn(p: Module, size: Measure = nbytes) -> Size:
+def of_nextn(p: NextN | HeadTree, size: Measure = nbytes) -> Size:
     """One NextN layer, or a draft head, without its tables; of Medusa heads one."""
-    blocks = (each.layer for each in p.layers) if isinstance(p, BlockHead) else ()
-    blocks = (p.layer,) if isinstance(p, NextN | Eagle3) else blocks
-    return sum((of_layer(layer, size) for layer in blocks), Size(size(p.merging)))
+    return sum((of_layer(layer, size) for layer in p.blocks), Size(size(p.merging)))
 
 
-def of_entries(p: Module, size: Measure = nbytes) -> Size:
+def of_entries(p: NextN | HeadTree, size: Measure = nbytes) -> Size:
     """The parameters of a NextN layer, or of a draft head, that make its entries of the cache."""
     return Size(size(p.entries))
 
@@ -148,7 +142,7 @@ def of_launch(
     """
     visited = visited or partial(expected_experts, cfg)
     itemsize = type_of[dtype].dtype.itemsize
-    modules: tuple[Module, ...] = (params.drafter,) if params.drafter else params.nextn
+    modules: tuple[NextN | HeadTree, ...] = (params.drafter,) if params.drafter else params.nextn
     nextn = [Part.of(of_nextn, p) for p in modules]
     rows_only = [Part.of(of_entries, p) for p in modules]
     head, trunk = Part.of(of_head, params), Part.of(of_trunk, params)
@@ -188,8 +182,8 @@ def of_launch(
         run(head, none, windows, (chunk[0], 1)),
     ]
     if key.depth:
-        if isinstance(draft_head, BlockConfig):
-            block = key.slots, draft_head.block
+        if draft_head and draft_head.rows:
+            block = key.slots, draft_head.rows
             passes += [run(nextn[0], own, block), run(drawn, none, (key.slots, key.depth))]
         else:
             passes += [run(drawn, none, one)] * key.depth

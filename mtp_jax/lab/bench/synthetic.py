@@ -22,15 +22,14 @@ import numpy as np
 from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.api.session import Session
 from mtp_jax.checkpoint import save_checkpoint
-from mtp_jax.checkpoint.head import stages_config
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.heads.blocks.declared import BlockHead, Markov
+from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.model.config import CompressedConfig, HyperConfig, ModelConfig
-from mtp_jax.model.head_config import StagesConfig
-from mtp_jax.model.head_specs import BlockHead, Markov
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import NextN, Params, Spec, dtype_of, param_specs
 
@@ -169,7 +168,7 @@ def _v4_dspark() -> ModelConfig:
         "dspark_noise_token_id": trunk.vocab_size - 1,
         "dspark_target_layer_ids": [3, 4, 5],
     }
-    return replace(trunk, drafter=stages_config(said, trunk, 2))
+    return replace(trunk, drafter=StagesConfig.of(said, trunk, 2))
 
 
 def chain(cfg: ModelConfig, seed: int = 0) -> np.ndarray:
@@ -192,7 +191,7 @@ def rigged_params(cfg: ModelConfig, noise: float, seed: int = 0, dtype: str = "f
     Every array has its own random stream, named by its tensor: the same seed gives the same bytes.
     Raises ConfigError for a model with a tied head or without a NextN layer, which cannot be rigged.
     """
-    stages = isinstance(cfg.drafter, StagesConfig)
+    stages = cfg.drafter is not None and cfg.drafter.inside
     if cfg.tie_word_embeddings or not (cfg.num_nextn_predict_layers or stages):
         raise ConfigError(
             "a rigged model needs a head of its own and a NextN layer; set tie_word_embeddings = false "

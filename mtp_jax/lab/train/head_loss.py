@@ -8,20 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.decode.drafter.block import Block
-from mtp_jax.decode.drafter.build import build
-from mtp_jax.decode.drafter.medusa import Medusa
 from mtp_jax.decode.drafter.protocol import FINAL
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.blocks.drafts import Block, Blocks
+from mtp_jax.heads.build import build
 from mtp_jax.lab.train.states import Windows
 from mtp_jax.lab.train.tune_options import Objective
 from mtp_jax.model import draft_module, trunk
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import DraftModule
+from mtp_jax.model.head import head_of as draft_head
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
 
@@ -63,11 +62,11 @@ class Task:
 
 def head_of(cfg: ModelConfig) -> DraftModule | Blocks:
     """The functions of a model's head or NextN layers. Raises ConfigError for a model without."""
-    drafter = build(cfg)
+    head, drafter = draft_head(cfg), build(cfg)
     if cfg.compressed:
         raise ConfigError("DeepSeek-V4's MTP layers and DSpark stages are not tuned here; name another model")
-    if isinstance(drafter, Medusa):
-        raise ConfigError("Medusa heads are not tuned here; name NextN layers, or a head of another kind")
+    if head and head.untuned:
+        raise ConfigError(head.untuned)
     if not isinstance(drafter, Recursive | Block):
         raise ConfigError(
             "the model has no NextN layer to tune; name a head with draft_model, or begin one with fresh"

@@ -11,11 +11,11 @@ import jax
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.checkpoint.folder import read_config
-from mtp_jax.checkpoint.head import head_config
 from mtp_jax.checkpoint.orbax_store import is_orbax
 from mtp_jax.checkpoint.read import load_folder
 from mtp_jax.checkpoint.write import save_drafter
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.eagle3.declared import Eagle3Config
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.config import ModelConfig
@@ -87,8 +87,8 @@ def begin(model: LLMOptions, options: TuneOptions) -> Start:
         cfg = loaded.config.with_nextn(declared.nextn_moe[:1] or (False,))
         raw = raw | _counted(cfg)
     else:
-        raw = _eagle3(loaded.config)
-        cfg = replace(loaded.config, drafter=head_config(raw, loaded.config, {}, None))
+        raw = Eagle3Config.fresh(loaded.config)
+        cfg = replace(loaded.config, drafter=Eagle3Config.read(raw, loaded.config, {}, None))
     check_divisible(cfg, mesh)
     specs = param_specs(cfg).drafts
     where = mesh and jax.tree.map(lambda spec: param_sharding(spec, mesh), specs)
@@ -100,17 +100,6 @@ def _counted(cfg: ModelConfig) -> JsonObject:
     """The keys of config.json that count NextN layers."""
     count = cfg.num_nextn_predict_layers
     return {"num_nextn_predict_layers": count, "nextn_moe": list(cfg.nextn_moe)} if count else {}
-
-
-def _eagle3(cfg: ModelConfig) -> JsonObject:
-    """The config.json of a new head: one layer with the trunk's attention and dense width."""
-    return cfg.to_dict() | {
-        "architectures": ["LlamaForCausalLMEagle3" if cfg.gqa else "Eagle3DeepseekV2ForCausalLM"],
-        "draft_vocab_size": cfg.vocab_size,
-        "num_hidden_layers": 1,
-        "norm_output": True,
-        "tie_word_embeddings": False,
-    }
 
 
 def _with_indexers(params: Params, indexers: Iterable[Any]) -> Params:

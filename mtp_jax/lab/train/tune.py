@@ -21,6 +21,7 @@ from mtp_jax.checkpoint.write import write_json
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.blocks.drafts import Blocks
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.data import batch_at, even_windows
 from mtp_jax.lab.train.head_loss import Aux, Task, head_of, merged, objective, split
@@ -34,7 +35,6 @@ from mtp_jax.lab.train.start import Start, begin
 from mtp_jax.lab.train.states import Stream, Windows, write_states
 from mtp_jax.lab.train.step import TrainState
 from mtp_jax.lab.train.tune_options import TuneOptions
-from mtp_jax.model.block import Blocks
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size, partition
 

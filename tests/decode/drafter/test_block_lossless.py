@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_jax.decode.drafter.block import Block
-from mtp_jax.decode.drafter.build import build
-from mtp_jax.model.block import Blocks
+from mtp_jax.heads.blocks.declared import BlockConfig
+from mtp_jax.heads.blocks.drafts import Block, Blocks
+from mtp_jax.heads.build import build
 from mtp_jax.model.config import GqaConfig, ModelConfig
-from mtp_jax.model.head_config import BlockConfig
 from tests.decode.helpers import leaking
 from tests.decode.law import CFG, V, p_values
 

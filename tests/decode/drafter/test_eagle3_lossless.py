@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.recursive import Recursive
-from mtp_jax.model.eagle3 import Eagle3Head
-from mtp_jax.model.head_config import Eagle3Config
+from mtp_jax.heads.build import build
+from mtp_jax.heads.eagle3.declared import Eagle3Config
+from mtp_jax.heads.eagle3.drafts import Eagle3Head
 from tests.decode.helpers import leaking
 from tests.decode.law import CFG, V, p_values
 

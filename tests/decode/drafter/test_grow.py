@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.grow import Candidates
 from mtp_jax.decode.keys import TreeShape
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.build import build
 from tests.decode.law import CFG, Case, emitted, p_values
 from tests.models import Reference, _run_nextn, accepted, make_engine, prompts, rigged, serve
 

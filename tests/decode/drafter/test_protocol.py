@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 from mtp_jax.decode.bookkeeping import abstract_state, move
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
@@ -16,6 +15,7 @@ from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape, put_slots, take_slots
 from mtp_jax.decode.step import Step
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.trunk import Model

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.drafter.suffix import REACH, SHORTEST, Suffix, continuation, longest_match
 from mtp_jax.decode.keys import Source
@@ -20,6 +19,7 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import make_mesh

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.decode.drafter.build import build
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.drafter.suffix import Suffix
+from mtp_jax.heads.build import build
 from tests.decode.law import CFG, Case, V, emitted, fits
 
 # Every token is in the prompt, so nearly every row has drafts if a match of one token is enough. If it takes

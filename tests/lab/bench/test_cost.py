@@ -8,12 +8,12 @@ import pytest
 from mtp_jax import checkpoint
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.heads.medusa.declared import MedusaTree
 from mtp_jax.lab.bench import cost
 from mtp_jax.lab.bench.cost import of_entries, of_head, of_nextn, of_trunk
 from mtp_jax.lab.bench.subject import load
 from mtp_jax.lab.planning.work import expected_experts
 from mtp_jax.model import backend
-from mtp_jax.model.head_specs import Medusa
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.stack import Stack
 from tests import golden, medusa
@@ -100,6 +100,6 @@ def test_a_medusa_head_is_read_for_its_own_draft():
     )
     narrow, wide = (expected_experts(found.config, w) for w in (1, 4))
     more = of_trunk(params).touched(wide) - of_trunk(params).touched(narrow)
-    assert isinstance(params.drafter, Medusa)
-    heads = cost.nbytes((params.drafter.blocks[:3], params.drafter.tables[:3]))
+    assert isinstance(params.drafter, MedusaTree)
+    heads = cost.nbytes((params.drafter.residual[:3], params.drafter.tables[:3]))
     assert work.bytes - plain.bytes == pytest.approx(more + heads)

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from mtp_jax.api.local import local_engine, local_runner
 from mtp_jax.checkpoint import load
-from mtp_jax.checkpoint.head import stages_config
 from mtp_jax.commands import cli
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.lab.bench import cost, synthetic
 from mtp_jax.lab.bench.acceptance import repeated
 from mtp_jax.lab.bench.report import table
@@ -149,7 +149,7 @@ def test_rigged_stages_draft_the_chain():
     """Without noise every draft comes true, with noise some; three of a block's four are verified."""
     trunk = V4.with_nextn(())
     said = {**DSPARK, "dspark_noise_token_id": 5, "dspark_target_layer_ids": [0, 1]}
-    cfg = replace(trunk, drafter=stages_config(said, trunk, 2))
+    cfg = replace(trunk, drafter=StagesConfig.of(said, trunk, 2))
     params, lengths = rigged_params(cfg, 0.0), []
     sizes = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, max_model_len=64, page_size=128)
     engine = local_engine(cfg, params, sizes)

@@ -10,13 +10,13 @@ import pytest
 
 from mtp_jax.checkpoint import load
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.blocks.declared import BlockHead
+from mtp_jax.heads.stages.drafts import Stages
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_specs import BlockHead
 from mtp_jax.model.narrow import is_narrow
 from mtp_jax.model.params import Params
-from mtp_jax.model.stages import Stages
 from tests import v4, v4_stages
 from tests.rounding import near, of_model
 

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtp_jax.heads.eagle3.declared import Eagle3, Eagle3Config
+from mtp_jax.heads.eagle3.drafts import Eagle3Head
 from mtp_jax.model import draft_module, trunk
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.eagle3 import Eagle3Head
-from mtp_jax.model.head_config import Eagle3Config
-from mtp_jax.model.head_specs import Eagle3
 from mtp_jax.model.params import Params, Spec, param_specs
 from tests.eagle3 import DRAFTS, ON, loaded, of_head
 from tests.golden import EAGLES, expected

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mtp_jax.decode.drafter.recursive import Recursive
+from mtp_jax.decode.keys import TreeShape
+from mtp_jax.heads.eagle3.declared import Eagle3, Eagle3Config
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
-from mtp_jax.model.head_config import Eagle3Config
-from mtp_jax.model.head_specs import Eagle3
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.products.plain import Stream
@@ -94,6 +95,11 @@ class Eagle3Head:
             return own
         ids = jnp.arange(own.shape[-1]) + p.target_offset
         return jnp.full((*own.shape[:-1], self.trunk.vocab_size), -jnp.inf).at[..., ids].set(own)
+
+
+def drafter(trunk: ModelConfig, tree: TreeShape | None = None) -> Recursive:
+    """Drafts with the head by recursion. tree: the trees that it grows; None: chains."""
+    return Recursive(Eagle3Head(trunk), tree)
 
 
 def _of(params: Params) -> Eagle3:

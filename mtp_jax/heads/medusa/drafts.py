@@ -1,14 +1,20 @@
-"""Medusa heads (``model.medusa``) as a drafter: each draft depends on one hidden state of the trunk alone.
+"""Medusa heads: arXiv 2401.10774, section 2.1.1.
 
-That state is the last committed token's, which is pending from one step to the next. Nothing is cached. A
-sequence that begins with cached pages computes its last token anew, so no page keeps a hidden state.
+Head k predicts the token k + 2 places behind a token from the trunk's hidden state there, after the final
+norm: the logits behind the hidden state give the next token, and the heads draft the tokens behind that one.
+A head knows nothing of the tokens between.
+
+The hidden state is the last committed token's, which is pending from one step to the next. Nothing is cached.
+A sequence that begins with cached pages computes its last token anew, so no page keeps a hidden state.
 
 A tree is given by the ranks on the way to every node (arXiv 2401.10774, section 2.1.2): the tokens of a step
 are the likeliest tokens of its head, under every parent alike.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -17,9 +23,43 @@ from mtp_jax.decode.drafter.protocol import FINAL, Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import NodePath, Source, TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
+from mtp_jax.heads.medusa.declared import MedusaConfig, MedusaTree
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.medusa import MedusaHeads
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, type_of
+
+
+@dataclass(frozen=True)
+class MedusaHeads:
+    """The heads of a trunk. Hashable."""
+
+    trunk: ModelConfig
+
+    @property
+    def head(self) -> MedusaConfig:
+        """Number and options of the heads."""
+        assert isinstance(self.trunk.drafter, MedusaConfig), "the trunk has no Medusa heads"
+        return self.trunk.drafter
+
+    def logits(
+        self, params: Params, on: Backend, hidden: Float[Array, "B W D"], k: Int[Array, ""] | int
+    ) -> Float[Array, "B W V"]:
+        """Logits of draft k, the first being draft 0; other heads are not computed."""
+        if isinstance(k, int):
+            return self._of_head(params, on, k, hidden)
+        each = [partial(self._of_head, params, on, i) for i in range(self.head.heads)]
+        return jax.lax.switch(k, each, hidden)
+
+    def _of_head(
+        self, params: Params, on: Backend, i: int, x: Float[Array, "B W D"]
+    ) -> Float[Array, "B W V"]:
+        assert isinstance(params.drafter, MedusaTree), "the configuration has heads, the parameters have none"
+        blocks, table = params.drafter.residual[i], params.drafter.tables[i]
+        with jax.named_scope(f"medusa_{i}"):
+            for block in blocks:
+                y = on.products.linear(x, block.linear)
+                x = x + jax.nn.silu(y if block.bias is None else y + block.bias)
+            return on.products.head(x, table)
 
 
 @dataclass(frozen=True)
@@ -87,3 +127,8 @@ class Medusa:
     def resume(self, own: DrafterState, slot: Int[Array, ""], page: Int[Array, ""]) -> DrafterState:
         """The next token that is computed brings its hidden state."""
         return own
+
+
+def drafter(trunk: ModelConfig, tree: TreeShape | None = None) -> Medusa:
+    """Drafts with the heads. tree: the tree that is given; None: chains."""
+    return Medusa(MedusaHeads(trunk), tree)

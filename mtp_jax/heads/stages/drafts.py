@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
+from mtp_jax.heads.blocks.declared import BlockLayer
+from mtp_jax.heads.blocks.drafts import Block, Blocks
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import LayerCache, PagedView
-from mtp_jax.model.head_specs import BlockLayer
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model, Sight
 
@@ -36,3 +37,8 @@ class Stages(Blocks):
     def judged(self, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B D"]:
         """The rows that the confidence head reads: before the final norm."""
         return x
+
+
+def drafter(trunk: ModelConfig) -> Block:
+    """Drafts with the stages."""
+    return Block(Stages(trunk))

@@ -11,13 +11,13 @@ import pytest
 
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.blocks.declared import BlockHead
+from mtp_jax.heads.blocks.drafts import Blocks
 from mtp_jax.model import trunk
 from mtp_jax.model.attention import kind
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla
-from mtp_jax.model.block import Blocks
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head_specs import BlockHead
 from mtp_jax.model.narrow import Bf16
 from mtp_jax.model.params import Params
 from tests.golden import BLOCKS, expected, model_dir

@@ -1,0 +1,1 @@
+"""Medusa heads: one for each draft, over the final hidden state."""
