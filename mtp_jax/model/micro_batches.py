@@ -5,11 +5,14 @@ program. XLA would join their products, which share weights, and have each half 
 put the halves in an order (``after``).
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Shaped
 
 from mtp_jax.model.backend import Backend
+from mtp_jax.model.moe import Routing
 from mtp_jax.model.sharding import data_size
 
 Batch = PyTree
@@ -22,8 +25,9 @@ def count(slots: int, parts: int, on: Backend) -> int:
     return on.micro_batches if parts == 1 and even else 1
 
 
-def cut(batch: Batch, batches: int, on: Backend) -> list[Batch]:
-    """The batch in ``batches`` parts; each has a share of every data shard's slots."""
+def cut(batch: Batch, parts: int, on: Backend) -> list[Batch]:
+    """Batches of a pass in ``parts`` parts; each has a share of every data shard's slots."""
+    batches = count(len(jax.tree.leaves(batch)[0]), parts, on)
     if batches == 1:
         return [batch]
 
@@ -43,6 +47,15 @@ def joined(batches: list[Batch], on: Backend) -> Batch:
         return jnp.concatenate(split, axis=1).reshape(-1, *parts[0].shape[1:])
 
     return jax.tree.map(one, *batches)
+
+
+def joined_routing(batches: Sequence[Routing], on: Backend) -> Routing:
+    """Undoes ``cut`` of the routing of a layer; values that kernels alone read are left out."""
+    if len(batches) == 1:
+        return batches[0]
+    ids, weights = joined([(r.ids, r.weights) for r in batches], on)
+    over = [r.over for r in batches if r.over is not None]
+    return Routing(ids, weights, over=jnp.stack(over).sum(axis=0) if over else None)
 
 
 def after(x: Batch, earlier: PyTree) -> Batch:

@@ -31,6 +31,20 @@ class Stack(Generic[Tree]):
     def __len__(self) -> int:
         return len(jax.tree.leaves(self.tree)[0])
 
+    @property
+    def size(self) -> int:
+        """Length of the first axis of each tree."""
+        return jax.tree.leaves(self.tree)[0].shape[1]
+
+    @property
+    def flat(self) -> Tree:
+        """One tree, in whose arrays the first axes of all trees are one behind the other."""
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), self.tree)
+
+    def with_flat(self, flat: Tree) -> "Stack[Tree]":
+        """A stack of the same sizes with other contents of ``flat``."""
+        return Stack(jax.tree.map(lambda a: a.reshape(-1, self.size, *a.shape[1:]), flat))
+
 
 def each(groups: Iterable[Tree | Stack[Tree]]) -> list[tuple[Tree, tuple[int, ...]]]:
     """Trees and stacks, tree by tree: (the group's own tree, the first index of its arrays)."""

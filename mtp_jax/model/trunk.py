@@ -133,6 +133,83 @@ def embed(table: Table, tokens: Int[Array, "B W"], mesh: Mesh | None) -> Float[A
     return constrain(rows_of(table, tokens), mesh, "slots", None, None)
 
 
+class _Passage:
+    """A pass on its way through the layers, and the values that layers leave beside the stream.
+
+    Its slots are one batch, or micro-batches, each a stream and the places of its tokens.
+    """
+
+    def __init__(self, model: Model, batches: list[tuple[Stream, Sight]], taps: Sequence[int]) -> None:
+        """Before the first layer. taps: numbers of the residual streams to hand on."""
+        self._model, self._batches, self._wanted, self._layers = model, batches, taps, 0
+        self._routing: list[Routing] = []
+        self._caches: list[LayerCache | WindowCache | Stack[LayerCache]] = []
+        self._choices: list[Choice] = []
+        self._taps: Taps = {}
+        self._tap(0)
+
+    def layer(self, p: Layer, cache: LayerCache | WindowCache | None) -> None:
+        """One layer. Its first half takes the batches one after the other, then its second half does."""
+        cfg, on, number = self._model.cfg, self._model.on, self._layers
+        between, left, routed = [], [], []
+        with jax.named_scope(f"layer_{number}"):
+            for x, sight in self._batches:
+                # Layers behind a layer with an indexer, without one of their own, attend to its choice as
+                # well.
+                own = replace(sight, choice=() if cfg.indexes(number) else sight.choice, tokens=None)
+                x = micro_batches.after(x, between[-1][0] if between else None)
+                x, cache, choice = attended(p, self._model, x, own, cache)
+                between.append((x, replace(sight, choice=choice)))
+            for x, sight in between:
+                x = micro_batches.after(x, routed[-1] and routed[-1].ids if routed else None)
+                hashed = sight.tokens if number < cfg.num_hash_layers else None
+                x, routing = fed(p, self._model, x, sight.views, hashed)
+                left.append((x, sight))
+                routed.append(routing)
+        self._batches, self._layers = left, number + 1
+        self._choices.append(micro_batches.joined([sight.choice for _, sight in left], on))
+        self._tap(self._layers)
+        self._caches += [] if cache is None else [cache]
+        self._routing += [] if routed[0] is None else [micro_batches.joined_routing(routed, on)]
+
+    def stack(self, layers: Stack[Layer], cache: Stack[LayerCache]) -> None:
+        """Layers alike in a loop, of one batch. The caches of all are one, of which each has its pages."""
+        ((x, sight),), model, first, count = self._batches, self._model, self._layers, len(layers)
+
+        def one(carry: tuple[Stream, LayerCache, Taps], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
+            p = one_of(layers, i)
+            own = tuple(replace(v, page_table=v.page_table + i * cache.size) for v in sight.views)
+            x, mine, _ = attended(p, model, carry[0], Sight(sight.angles, own), carry[1])
+            x, routing = fed(p, model, x, own)
+            taken = {k: jnp.where(i + 1 == k - first, model.on.tap(x), tap) for k, tap in carry[2].items()}
+            return (x, mine, taken), routing
+
+        with jax.named_scope(f"layers_{first}_to_{first + count - 1}"):
+            taps = {k: model.on.tap(x) for k in self._wanted if first < k <= first + count}
+            (x, flat, taps), routing = jax.lax.scan(one, (x, cache.flat, taps), jnp.arange(count))
+            self._caches.append(cache.with_flat(flat))
+        self._batches, self._layers = [(x, sight)], first + count
+        self._taps |= taps
+        numbers = () if routing is None else range(count)
+        self._routing += [jax.tree.map(itemgetter(i), routing) for i in numbers]
+
+    def finished(self, params: Params) -> Traced:
+        """The pass behind the last layer."""
+        cfg, on = self._model.cfg, self._model.on
+        self._tap(STREAMS)
+        ones = [on.collapsed(x, params.hyper_head, cfg) for x, _ in self._batches]
+        hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in ones], on)
+        routing, caches, choices = tuple(self._routing), tuple(self._caches), tuple(self._choices)
+        return Traced(hidden, routing, caches, choices, self._taps)
+
+    def _tap(self, number: int) -> None:
+        """Keep the residual stream with this number, if it is wanted."""
+        if number in self._wanted:
+            on, xs = self._model.on, [x for x, _ in self._batches]
+            found = [x.reshape(*x.shape[:2], -1) if number == STREAMS else on.tap(x) for x in xs]
+            self._taps[number] = micro_batches.joined(found, on)
+
+
 def run(
     params: Params,
     model: Model,
@@ -149,81 +226,13 @@ def run(
     before it. taps: numbers of the residual streams to hand on.
     """
     cfg, on = model.cfg, model.on
-    x, angles = hyper.begin(embed(params.embed, tokens, on.mesh), cfg), rope_angles(cfg, positions)
-    batches = micro_batches.count(len(tokens), len(views), on)
-    hashed = tokens if cfg.num_hash_layers else None
-    xs, rest = (micro_batches.cut(a, batches, on) for a in (x, (angles, views, hashed)))
-    kept, routings, first = [], [], 0
-    taken = _taken(taps, 0, xs, on)
-    choices: list[list[Choice]] = [[() for _ in xs]]
-    for group, layers in enumerate(params.layers):
-        mine: Any = caches[group] if caches else None
-        before, routed, chosen = None, [], []
-        if isinstance(layers, Stack):
-            with jax.named_scope(f"layers_{first}_to_{first + len(layers) - 1}"):
-                inside = {k - first: on.tap(xs[0]) for k in taps if first < k <= first + len(layers)}
-                xs[0], mine, found, inside = _looped(layers, model, xs[0], angles, mine, views, inside)
-            taken |= {first + k: tap for k, tap in inside.items()}
-            kept, routings, first = [*kept, mine], [*routings, *found], first + len(layers)
-            continue
-        with jax.named_scope(f"layer_{first}"):
-            for b, (angles, views, _) in enumerate(rest):
-                # Layers behind a layer with an indexer, without one of their own, attend to its choice as
-                # well.
-                given = () if cfg.indexes(first) else choices[-1][b]
-                x = micro_batches.after(xs[b], before)
-                xs[b], mine, choice = attended(layers, model, x, Sight(angles, views, given), mine)
-                before, chosen = xs[b], [*chosen, choice]
-            for b, (_, views, ids) in enumerate(rest):
-                x = micro_batches.after(xs[b], routed[-1].ids if routed and routed[-1] else None)
-                xs[b], routing = fed(layers, model, x, views, ids if first < cfg.num_hash_layers else None)
-                routed.append(routing)
-        choices.append(chosen)
-        first += 1
-        taken |= _taken(taps, first, xs, on)
-        kept += [] if mine is None else [mine]
-        routings += [] if routed[0] is None else [_of_all(routed, on)]
-    if STREAMS in taps:
-        taken[STREAMS] = micro_batches.joined([x.reshape(*x.shape[:2], -1) for x in xs], on)
-    ones = [on.collapsed(x, params.hyper_head, cfg) for x in xs]
-    hidden = micro_batches.joined([on.finish(x, params.norm, cfg.rms_norm_eps) for x in ones], on)
-    looked = [micro_batches.joined(chosen, on) for chosen in choices[1:]]
-    return Traced(hidden, tuple(routings), tuple(kept), tuple(looked), taken)
-
-
-def _taken(taps: Sequence[int], number: int, xs: list[Stream], on: Backend) -> Taps:
-    """The residual stream of all batches, if it is to be handed on."""
-    return {number: micro_batches.joined([on.tap(x) for x in xs], on)} if number in taps else {}
-
-
-def _looped(
-    layers: Stack[Layer],
-    model: Model,
-    x: Stream,
-    angles: Float[Array, "B W ... 2 r"],
-    cache: Stack[LayerCache],
-    views: Views,
-    taps: Taps,
-) -> tuple[Stream, Stack[LayerCache], list[Routing], Taps]:
-    """Layers alike, one after the other. The caches of all are one, of which each layer has its pages.
-
-    taps: streams to fill in, by the number of these layers before each, with arrays of their shape.
-    """
-    pages = jax.tree.leaves(cache)[0].shape[1]
-
-    def one(carry: tuple[Stream, LayerCache, Taps], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
-        p = one_of(layers, i)
-        own = tuple(replace(v, page_table=v.page_table + i * pages) for v in views)
-        x, mine, _ = attended(p, model, carry[0], Sight(angles, own), carry[1])
-        x, routing = fed(p, model, x, own)
-        taken = {k: jnp.where(i + 1 == k, model.on.tap(x), tap) for k, tap in carry[2].items()}
-        return (x, mine, taken), routing
-
-    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)
-    (x, flat, taps), routing = jax.lax.scan(one, (x, flat, taps), jnp.arange(len(layers)))
-    cache = Stack(jax.tree.map(lambda a: a.reshape(-1, pages, *a.shape[1:]), flat))
-    numbers = () if routing is None else range(len(layers))
-    return x, cache, [jax.tree.map(itemgetter(i), routing) for i in numbers], taps
+    x = hyper.begin(embed(params.embed, tokens, on.mesh), cfg)
+    sight = Sight(rope_angles(cfg, positions), views, tokens=tokens if cfg.num_hash_layers else None)
+    passage = _Passage(model, micro_batches.cut((x, sight), len(views), on), taps)
+    for layers, cache in zip(params.layers, caches or [None] * len(params.layers), strict=True):
+        through: Any = passage.stack if isinstance(layers, Stack) else passage.layer
+        through(layers, cache)
+    return passage.finished(params)
 
 
 def moved(
@@ -238,26 +247,13 @@ def moved(
     def one(cache: Any) -> Any:
         if not isinstance(cache, Stack):
             return on.move(cache, page_table, source, target)
-        pages = jax.tree.leaves(cache)[0].shape[1]
 
         def layer(i: Int[Array, ""], flat: LayerCache) -> LayerCache:
-            return on.move(flat, page_table + i * pages, source, target)
+            return on.move(flat, page_table + i * cache.size, source, target)
 
-        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), cache.tree)
-        flat = jax.lax.fori_loop(0, len(cache), layer, flat)
-        return Stack(jax.tree.map(lambda a: a.reshape(-1, pages, *a.shape[1:]), flat))
+        return cache.with_flat(jax.lax.fori_loop(0, len(cache), layer, cache.flat))
 
     return tuple(map(one, caches))
-
-
-def _of_all(routed: Sequence[Routing | None], on: Backend) -> Routing:
-    """The routing of all batches of a layer."""
-    each = [r for r in routed if r is not None]
-    if len(each) == 1:
-        return each[0]
-    ids, weights = (micro_batches.joined([getattr(r, of) for r in each], on) for of in ("ids", "weights"))
-    over = [r.over for r in each if r.over is not None]
-    return Routing(ids, weights, over=jnp.stack(over).sum(axis=0) if over else None)
 
 
 def forward(
