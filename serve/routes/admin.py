@@ -26,16 +26,6 @@ from serve.bodies.reading import read, warning
 
 _Body = TypeVar("_Body", bound=Body)
 
-PATHS = (
-    "/update_weights_from_disk",
-    "/update_weight_version",
-    "/pause_generation",
-    "/continue_generation",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/hidden_states",
-)
-
 
 async def update_weights(server: Server, request: Request) -> Response:
     """The route that replaces all weights, or none."""

@@ -9,6 +9,7 @@ from serve.base.settings import Settings
 from serve.bodies.reading import received
 from serve.http.access import Access, Headers, bounded
 from serve.http.in_process import Call
+from serve.routes.table import TABLE
 
 
 class Front:
@@ -25,7 +26,8 @@ class Front:
         scope, headers = request.scope, Headers(request.scope["headers"])
         body = b""
         if not self._asks_leave(scope["method"], headers):
-            if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
+            refused = self._access.refusal(scope["method"], TABLE.find(scope["path"]), headers)
+            if refused is not None:
                 raise refused
             whole = Request(scope, bounded(request.receive, self._settings))
             body = await received(self._settings, whole)
