@@ -14,8 +14,8 @@ MAX_NAME = 256
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def _seconds(default: float | None, help: str, **rest: Any) -> Any:
-    return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", **rest)
+def _seconds(default: float | None, help: str, unset: str = "", flag: str | None = "") -> Any:
+    return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", unset=unset, flag=flag)
 
 
 def _share(default: float, help: str) -> Any:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import CheckpointError, ConfigError, JsonObject
 from serve.base.errors import ApiError
+from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
 from serve.bodies.admin import (
     AbortBody,
@@ -133,4 +133,4 @@ def _tags_refused() -> Iterator[None]:
 
 
 def _json(request: Request, answer: JsonObject) -> Response:
-    return Response(to_json(answer), headers=warning(request), media_type="application/json")
+    return JsonAnswer(answer, headers=warning(request))

@@ -3,11 +3,11 @@
 from importlib import metadata
 
 from pydantic.json_schema import models_json_schema
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject
+from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
 from serve.routes.route import Table
 
@@ -33,4 +33,4 @@ async def openapi(server: Server, request: Request) -> Response:
         "paths": paths,
         "components": {"schemas": schemas.get("$defs", {})},
     }
-    return Response(to_json(document), media_type="application/json")
+    return JsonAnswer(document)

@@ -31,8 +31,15 @@ class Front:
                 raise refused
             whole = Request(scope, bounded(request.receive, self._settings))
             body = await received(self._settings, whole)
-        about = scope["query_string"], scope.get("client"), digests(body)
-        return Call(scope["method"], scope["path"], list(scope["headers"]), body, *about)
+        return Call(
+            scope["method"],
+            scope["path"],
+            list(scope["headers"]),
+            body,
+            scope["query_string"],
+            scope.get("client"),
+            digests(body),
+        )
 
     def refused(self, request: Request, error: ApiError) -> Response:
         """The response to a request that no replica answers. Web pages of allowed origins may read it."""
