@@ -15,14 +15,14 @@ from serve.base.errors import ApiError, respond
 from serve.base.settings import Settings
 from serve.base.state import Server
 from serve.http.security import AccessControl
-from serve.routes.route import Table
-from serve.routes.table import TABLE
+from serve.routes.route import Routes
+from serve.routes.table import ROUTES
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.metrics import Metrics
 
 
 def make_app(
-    allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None = None, table: Table = TABLE
+    allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None = None, routes: Routes = ROUTES
 ) -> ASGIApp:
     """The application in front of an engine, which the caller starts and closes.
 
@@ -31,14 +31,14 @@ def make_app(
     alarm = alarm or AcceptanceAlarm(floor=0, ceiling=1)
     server = Server(allm, settings, Metrics(allm, settings.model_name, alarm))
 
-    routes = [routing.Route(r.path, partial(r.handler, server), methods=[*r.methods]) for r in table]
     errors: dict[Any, Any] = dict.fromkeys(
         (ApiError, ValidationError, MtpJaxError, HTTPException, Exception), respond
     )
-    app = Starlette(routes=routes, exception_handlers=errors)
+    served = [routing.Route(r.path, partial(r.handler, server), methods=[*r.methods]) for r in routes]
+    app = Starlette(routes=served, exception_handlers=errors)
     app.router.redirect_slashes = False
-    app.state.table = table
-    controlled: ASGIApp = AccessControl(app, server, table)
+    app.state.routes = routes
+    controlled: ASGIApp = AccessControl(app, server, routes)
     if mark := allm.about.mark:
         controlled = _marked(controlled, mark)
     if not settings.allowed_origins:

@@ -9,7 +9,7 @@ from serve.base.ids import new_id
 from serve.base.sse import abort_streams
 from serve.base.state import Server
 from serve.http.access import Access, Headers, bounded, is_probe
-from serve.routes.route import Route, Table
+from serve.routes.route import Route, Routes
 from serve.watch.access_log import log_request, record_of
 
 _FIRST_ERROR = 400  # status of HTTP
@@ -19,8 +19,8 @@ _SHOWN_BYTES = 128  # of a request's name that is not safe to use
 class AccessControl:
     """ASGI middleware. A request that it refuses reaches no route."""
 
-    def __init__(self, app: ASGIApp, server: Server, table: Table) -> None:
-        self._app, self._server, self._table = app, server, table
+    def __init__(self, app: ASGIApp, server: Server, routes: Routes) -> None:
+        self._app, self._server, self._routes = app, server, routes
         self._settings, self._access = server.settings, Access(server.settings)
         self._connections = 0
 
@@ -28,7 +28,7 @@ class AccessControl:
         """Check and serve a request."""
         if scope["type"] != "http":
             return
-        headers, route = Headers(scope["headers"]), self._table.find(scope["path"])
+        headers, route = Headers(scope["headers"]), self._routes.find(scope["path"])
         given = headers.get(b"x-request-id")
         name = (headers.name() or new_id()).encode()
         started, status = time.perf_counter(), 0

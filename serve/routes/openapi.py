@@ -9,7 +9,7 @@ from starlette.responses import Response
 from mtp_jax import JsonObject
 from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
-from serve.routes.route import Table
+from serve.routes.route import Routes
 
 _TEMPLATE = "#/components/schemas/{model}"
 
@@ -17,11 +17,11 @@ _TEMPLATE = "#/components/schemas/{model}"
 async def openapi(server: Server, request: Request) -> Response:
     """The document, in OpenAPI 3.1."""
     del server
-    table: Table = request.app.state.table
-    kinds = [(kind, "validation") for route in table for kind in route.bodies]
+    routes: Routes = request.app.state.routes
+    kinds = [(kind, "validation") for route in routes for kind in route.bodies]
     names, schemas = models_json_schema(kinds, ref_template=_TEMPLATE)  # pyright: ignore[reportArgumentType]
     paths: dict[str, JsonObject] = {}
-    for route in table:
+    for route in routes:
         about: JsonObject = {"responses": {"default": {"description": "an answer, or an error object"}}}
         if any_of := [names[kind, "validation"] for kind in route.bodies]:
             content = {"application/json": {"schema": {"anyOf": any_of} if any_of[1:] else any_of[0]}}

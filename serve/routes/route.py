@@ -43,11 +43,13 @@ class Route:
         return self.access != "admin" and {"GET", "POST"} <= {*self.methods}
 
 
-class Table:
-    """Routes, each of which has a path of its own."""
+class Routes:
+    """Routes, each of which must have a path of its own. Raises ValueError for two of one path."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = {route.path: route for route in routes}
+        if len(self._routes) < len(routes):
+            raise ValueError("two routes have one path")
         self._named = [(route.path.partition("{")[0], route) for route in routes if "{" in route.path]
 
     def __iter__(self) -> Iterator[Route]:

@@ -29,11 +29,11 @@ from serve.routes import (
     page,
     responses,
 )
-from serve.routes.route import Route, Table
+from serve.routes.route import Route, Routes
 
 _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 
-TABLE = Table(
+ROUTES = Routes(
     (
         # Generation, and the work on texts that waits in the same queue.
         Route("/v1/completions", _POST, completions.completions, (CompletionBody,), queued=True),

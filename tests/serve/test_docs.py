@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtp_jax import LLM
-from serve.routes.table import TABLE
+from serve.routes.table import ROUTES
 from tests.serve.conftest import Running
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -59,7 +59,7 @@ def test_every_route_is_in_the_table_of_the_documents():
             routes.add((method, path))
             if "with an admin key" in about and method == "POST":
                 with_admin_key.add(path)
-    table = [route for route in TABLE if not route.path.startswith("/web/")]
+    table = [route for route in ROUTES if not route.path.startswith("/web/")]
     assert routes == {(max(route.methods), route.path.replace("{name:path}", "NAME")) for route in table}
     assert with_admin_key == {route.path for route in table if route.access == "admin"}
 

@@ -1,5 +1,6 @@
 """/generate, /server_info, /tokenize, /v1/models and the rest."""
 
+import inspect
 import json
 import logging
 import re
@@ -15,8 +16,8 @@ from mtp_jax import SamplingParams
 from serve.base.state import Server
 from serve.bodies.fields import Body
 from serve.bodies.reading import read
-from serve.routes.route import Route, Table
-from serve.routes.table import TABLE
+from serve.routes.route import Route, Routes
+from serve.routes.table import ROUTES
 from serve.watch.access_log import LOGGER
 from tests.serve.conftest import Running
 from tests.tiny_tokenizer import EOS
@@ -265,7 +266,7 @@ def test_openapi_says_what_every_route_takes(client):
     document = client.get("/openapi.json").json()
     assert document["openapi"] == "3.1.0"
     schemas = document["components"]["schemas"]
-    for route in (route for route in TABLE if route.bodies):
+    for route in (route for route in ROUTES if route.bodies):
         schema = body_schema(document, route.path)
         for reference, kind in zip(schema.get("anyOf", [schema]), route.bodies, strict=True):
             found = schemas[reference["$ref"].rpartition("/")[2]]
@@ -273,8 +274,10 @@ def test_openapi_says_what_every_route_takes(client):
     assert "get" in document["paths"]["/v1/models/{name}"]
 
 
-def test_paths_differ():
-    assert len({route.path for route in TABLE}) == len([*TABLE])
+def test_handlers_read_the_bodies_of_their_lines():
+    for route in ROUTES:
+        reads = re.search(r"await _?read\w*\(.*request, ([\w, ]+)\)", inspect.getsource(route.handler))
+        assert [kind.__name__ for kind in route.bodies] == (reads[1].split(", ") if reads else []), route.path
 
 
 class ToyBody(Body):
@@ -297,7 +300,7 @@ def test_a_route_is_a_line_of_the_table(server: Running, caplog):
         Route("/toy", ("POST",), toy, (ToyBody,), access="admin", quiet=True),
         Route("/toys/{name:path}", ("GET",), toys, access="open"),
     )
-    served = server.variant(Table((*TABLE, *lines)), api_keys=("user",), admin_key="admin")
+    served = server.variant(Routes((*ROUTES, *lines)), api_keys=("user",), admin_key="admin")
     user, admin = ({"Authorization": f"Bearer {key}"} for key in ("user", "admin"))
     assert served.post("/toy", json={"number": 2}, headers=user).status_code == 401
     assert served.post("/toy", json={"number": 2}, headers=admin).json() == {"twice": 4}

@@ -25,7 +25,7 @@ from mtp_jax.text import grammar, json_schema
 from serve.base.settings import Settings
 from serve.bodies.schema import ChatBody, CompletionBody
 from serve.routes import page
-from serve.routes.table import TABLE
+from serve.routes.table import ROUTES
 from tests.serve.conftest import STARTED, Running, start
 
 ROOT = Path(__file__).parent.parent.parent
@@ -103,7 +103,7 @@ ODD_PATHS = [
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "ODD"])
 def test_every_route_but_probes_needs_a_key(server: Running, method):
     locked = server.variant(api_keys=("secret", "other"))
-    for path in [*(route.path for route in TABLE), *ODD_PATHS]:
+    for path in [*(route.path for route in ROUTES), *ODD_PATHS]:
         for headers in (
             {},
             {"host": "localhost"},

@@ -9,7 +9,7 @@ from serve.base.settings import Settings
 from serve.bodies.reading import received
 from serve.http.access import Access, Headers, bounded
 from serve.http.in_process import Call
-from serve.routes.table import TABLE
+from serve.routes.table import ROUTES
 
 
 class Front:
@@ -26,7 +26,7 @@ class Front:
         scope, headers = request.scope, Headers(request.scope["headers"])
         body = b""
         if not self._asks_leave(scope["method"], headers):
-            refused = self._access.refusal(scope["method"], TABLE.find(scope["path"]), headers)
+            refused = self._access.refusal(scope["method"], ROUTES.find(scope["path"]), headers)
             if refused is not None:
                 raise refused
             whole = Request(scope, bounded(request.receive, self._settings))
