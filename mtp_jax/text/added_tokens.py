@@ -1,5 +1,6 @@
 """Tokens that files beside tokenizer.json add to it, as transformers reads them."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -25,34 +26,35 @@ def with_added(backend: tokenizers.Tokenizer, config: JsonMapping, ids: JsonMapp
     disagree about a token or an id.
     """
     wanted: dict[str, JsonObject] = {}
-    for content, token, entry in _declared(config, ids):
+    for content, token, entry in (*_of_decoder(config), *_of_ids(ids), *_of_lists(config)):
         known = wanted.setdefault(content, {"id": token, **entry})
         known["id"] = token if known["id"] is None else known["id"]
         if token is not None and known["id"] != token:
             raise _disagree(content, f"the ids {known['id']} and {token}")
     own = {entry.content for entry in backend.get_added_tokens_decoder().values()}
+    given = (entry["id"] for entry in wanted.values() if entry["id"] is not None)
+    free = itertools.count(max([*backend.get_vocab().values(), *given], default=-1) + 1)
     missing: list[JsonObject] = []
-    free = max(
-        [*backend.get_vocab().values(), *(e["id"] for e in wanted.values() if e["id"] is not None)],
-        default=-1,
-    )
     for content, entry in wanted.items():
-        has = backend.token_to_id(content)
-        if has is not None and entry["id"] not in (None, has):
-            raise _disagree(content, f"the id {entry['id']}, in the tokenizer's own file {has}")
-        if (
-            has is None
-            and entry["id"] is not None
-            and (other := backend.id_to_token(entry["id"])) is not None
-        ):
-            raise _disagree(
-                content, f"the id {entry['id']}, which is {other!r:.80} in the tokenizer's own file"
-            )
+        token = _known_id(backend, content, entry["id"])
         if content not in own:
-            free += entry["id"] is None and has is None
-            token = entry["id"] if entry["id"] is not None else free if has is None else has
-            missing.append({**entry, "content": content, "id": token})
+            missing.append({**entry, "content": content, "id": next(free) if token is None else token})
     return _with(backend, missing) if missing else backend
+
+
+def _known_id(backend: tokenizers.Tokenizer, content: str, given: int | None) -> int | None:
+    """The id of a token, in the tokenizer's own file or ``given`` by another; None where no file has it.
+
+    Raises CheckpointError where they disagree.
+    """
+    has = backend.token_to_id(content)
+    if given is None:
+        return has
+    if has not in (None, given):
+        raise _disagree(content, f"the id {given}, in the tokenizer's own file {has}")
+    if has is None and (other := backend.id_to_token(given)) is not None:
+        raise _disagree(content, f"the id {given}, which is {other!r:.80} in the tokenizer's own file")
+    return given
 
 
 def _with(backend: tokenizers.Tokenizer, entries: list[JsonObject]) -> tokenizers.Tokenizer:
@@ -72,8 +74,12 @@ def _with(backend: tokenizers.Tokenizer, entries: list[JsonObject]) -> tokenizer
     return found
 
 
-def _declared(config: JsonMapping, ids: JsonMapping) -> Iterator[tuple[str, int | None, JsonObject]]:
-    """The tokens that files declare: text, id or None, and properties. Raises CheckpointError."""
+_Declared = Iterator[tuple[str, int | None, JsonObject]]
+"""The tokens that a file declares: text, id or None, and properties."""
+
+
+def _of_decoder(config: JsonMapping) -> _Declared:
+    """Raises CheckpointError, as the other two do."""
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, Mapping):
         raise _wrong("added_tokens_decoder", decoder, "an object")
@@ -81,10 +87,16 @@ def _declared(config: JsonMapping, ids: JsonMapping) -> Iterator[tuple[str, int 
         if not re.fullmatch("[0-9]{1,9}", key) or not isinstance(entry, Mapping) or not _text(entry):
             raise _wrong(f"added_tokens_decoder.{key}", entry, "an id, and an object with content")
         yield _text(entry), int(key), {flag: entry.get(flag) for flag in _FLAGS}
+
+
+def _of_ids(ids: JsonMapping) -> _Declared:
     for content, token in ids.items():
         if type(token) is not int or not content:
             raise CheckpointError(f"{FILE}: {content!r:.80} has the id {token!r:.80}; expected an integer")
         yield content, token, {}
+
+
+def _of_lists(config: JsonMapping) -> _Declared:
     for name in _LISTS:
         listed = config.get(name) or ()
         if isinstance(listed, Mapping):

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from mtp_jax import JsonObject, RequestOutput, Stream
 from serve.answers.generation import check, outputs
 from serve.base.errors import ApiError
+from serve.base.json_answer import JsonAnswer
 from serve.base.sse import COMMENT, DONE, EventStream, event
 from serve.base.state import Server
 from serve.bodies.reading import warning
@@ -86,7 +87,7 @@ class Call(ABC):
             async for _ in growing:
                 pass
         answer = await self._rendered(self.last.values(), lambda: to_json(self.answer()))
-        return Response(answer, headers=warning(self.request), media_type="application/json")
+        return JsonAnswer(answer, headers=warning(self.request))
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         yield self._written(self.begin())

@@ -117,7 +117,7 @@ async def outputs(
         finally:
             for task in reading:
                 task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)
+            await asyncio.wait(reading)
 
 
 def check(outputs: Collection[RequestOutput], prompts: int, ending: bool) -> None:

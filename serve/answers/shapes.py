@@ -61,16 +61,21 @@ def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> JsonO
 
 def without_tokens(output: RequestOutput) -> RequestOutput:
     """The output of a request for no tokens, which the engine answers with one."""
-    none: JsonObject = {"text": "", "num_tokens": 0, "stop_reason": None}
-    none |= {"token_ids": [], "token_texts": [], "drafted": [], "logprobs": []}
-    ends = {"stop": "length"}
-    return replace(
-        output,
-        outputs=[
-            replace(c, **none, finish_reason=ends.get(c.finish_reason or "", c.finish_reason))
-            for c in output.outputs
-        ],
-    )
+
+    def without(c: CompletionOutput) -> CompletionOutput:
+        return replace(
+            c,
+            text="",
+            token_ids=[],
+            token_texts=[],
+            drafted=[],
+            logprobs=[],
+            num_tokens=0,
+            finish_reason="length" if c.finish_reason == "stop" else c.finish_reason,
+            stop_reason=None,
+        )
+
+    return replace(output, outputs=[without(c) for c in output.outputs])
 
 
 def token_extras(c: CompletionOutput, ids: bool | None, origins: bool | None) -> JsonObject:

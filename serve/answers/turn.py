@@ -23,8 +23,7 @@ class Thought:
     text: str
 
 
-Part = OutputText | CallBegin | CallArguments | CallEnd
-Piece = Thought | Part
+Piece = Thought | OutputText | CallBegin | CallArguments | CallEnd
 
 
 class Turn:
@@ -77,7 +76,7 @@ class Turn:
         """The reason of the end, by OpenAI's names; "tool_calls" for an output that ended with calls."""
         return "tool_calls" if c.finish_reason == "stop" and self.calls else c.finish_reason
 
-    def _named(self, part: Part) -> Part:
+    def _named(self, part: CallBegin | CallArguments | CallEnd) -> Piece:
         if not isinstance(part, CallBegin):
             return part
         self.calls += 1

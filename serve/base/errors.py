@@ -22,6 +22,7 @@ from mtp_jax import (
     PromptTooLong,
     RequestError,
 )
+from serve.base.json_answer import JsonAnswer
 from serve.watch.access_log import record_of
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class ApiError(Exception):
     def response(self, path: str) -> Response:
         """The HTTP response of a route."""
         body = self.anthropic if path.startswith("/v1/messages") else self.body
-        return Response(to_json(body), self.status, self.headers, "application/json")
+        return JsonAnswer(body, self.status, self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -14,8 +14,8 @@ MAX_NAME = 256
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def _seconds(default: float | None, help: str, **rest: Any) -> Any:
-    return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", **rest)
+def _seconds(default: float | None, help: str, unset: str = "", flag: str | None = "") -> Any:
+    return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", unset=unset, flag=flag)
 
 
 def _share(default: float, help: str) -> Any:
@@ -141,15 +141,7 @@ class Settings:
         check(self, ConfigError)
         if not self.names or any(not 0 < len(name) <= MAX_NAME for name in self.names):
             raise ConfigError(f"model_names = {self.model_names!r}; expected 1 to {MAX_NAME} characters each")
-        keys = (*self.api_keys, *([] if self.admin_key is None else [self.admin_key]))
-        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
-            raise ConfigError(
-                "an API key or the admin key is empty or has spaces or other than printable ASCII characters"
-            )
-        if self.admin_key in self.api_keys:
-            raise ConfigError(
-                "the admin key is one of the API keys, whose holders must not have it; choose another"
-            )
+        self._check_keys()
         if own := sorted(Tokenizer.OWN_VARIABLES.intersection(self.chat_template_kwargs)):
             raise ConfigError(
                 f"chat_template_kwargs has {own[0]}, which the server sets itself; leave it out"
@@ -160,6 +152,17 @@ class Settings:
                     f"--allowed-origin {origin!r}; expected scheme, host and port as browsers send them, "
                     "such as http://localhost:3000, or *"
                 )
+
+    def _check_keys(self) -> None:
+        keys = (*self.api_keys, *([] if self.admin_key is None else [self.admin_key]))
+        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+            raise ConfigError(
+                "an API key or the admin key is empty or has spaces or other than printable ASCII characters"
+            )
+        if self.admin_key in self.api_keys:
+            raise ConfigError(
+                "the admin key is one of the API keys, whose holders must not have it; choose another"
+            )
         if not (self.is_loopback or self.api_keys or self.insecure_no_auth):
             raise ConfigError(
                 f"host {self.host} lets other computers connect, and there is no API key; set one "

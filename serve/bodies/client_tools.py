@@ -75,6 +75,13 @@ class ClientTools:
         name = next(_candidates(identity, {}))
         return name if name in self._identities else self.also.get(name, name)
 
+    def call(self, id: str, identity: Identity, given: str) -> JsonObject:
+        """A call of a history, as the chat route has it. given: arguments as JSON text, or a text."""
+        name = self.name(identity)
+        if identity.kind == "custom":
+            return {"id": id, "type": "custom", "custom": {"name": name, "input": given}}
+        return {"id": id, "function": {"name": name, "arguments": given}}
+
     def within(self, namespace: str) -> list[str]:
         """Names in the prompt of the tools of a namespace."""
         return self._within.get(namespace, [])

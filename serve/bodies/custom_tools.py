@@ -8,7 +8,7 @@ from pydantic import Field, Tag
 
 from mtp_jax import JsonObject
 from serve.bodies.fields import Body, Name, Text, one_of
-from serve.bodies.tools import MOST_TOOLS, FunctionName, Named, NamedChoice, ToolBody
+from serve.bodies.tools import MOST_TOOLS, FunctionName, Named, NamedChoice, ToolBody, named
 
 _INPUT = {
     "type": "object",
@@ -91,7 +91,7 @@ class CustomChoice(Body):
     @property
     def as_function(self) -> NamedChoice:
         """The choice of the custom tool's function."""
-        return NamedChoice.model_validate({"type": "function", "function": {"name": self.custom.name}})
+        return NamedChoice.model_validate(named(self.custom.name))
 
 
 class _Allowed(Body):

@@ -9,12 +9,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from mtp_jax import JsonObject
 from serve.bodies.client_tools import ClientTools, Identity
-from serve.bodies.conversation import MAX_MESSAGES
+from serve.bodies.conversation import MAX_MESSAGES, TextPart
 from serve.bodies.fields import Body, Name, Stops, Text, TextOr, all_names, bounds, kind_of, member, one_of
 from serve.bodies.foreign import CHAT, EMPTY, Refusing, is_neutral
 from serve.bodies.message_tools import ToolChange, Tools, client_tools, left_out
 from serve.bodies.schema import ChatBody
-from serve.bodies.tools import FunctionName
+from serve.bodies.tools import FunctionName, named, some
 from serve.bodies.unread import Unread, check_newest, unread
 from serve.bodies.variables import Effort, Thinking
 
@@ -24,14 +24,9 @@ _BILLING = "x-anthropic-billing-header:"
 _SUMMARY = "Summary of the conversation before:\n\n"
 
 
-class _TextBlock(Body):
-    type: Literal["text"]
-    text: Text
-
-
 class _SearchResultBlock(Body):
     type: Literal["search_result"]
-    content: Annotated[list[_TextBlock], Field(fail_fast=True)]
+    content: Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -72,7 +67,7 @@ class _PartsSource(Body):
     type: Literal["content"]
     content: TextOr[
         Annotated[
-            Annotated[_TextBlock, Tag("a text")] | Annotated[Unread, Tag("another block")],
+            Annotated[TextPart, Tag("a text")] | Annotated[Unread, Tag("another block")],
             one_of({"text": "a text"}, other="another block"),
         ]
     ]
@@ -122,7 +117,7 @@ def _any_block(value: object) -> str:
 
 
 _Written = (
-    Annotated[_TextBlock, Tag("a text")]
+    Annotated[TextPart, Tag("a text")]
     | Annotated[_SearchResultBlock, Tag("a result")]
     | Annotated[_ReferenceBlock, Tag("a reference")]
     | Annotated[_BrowserBlock, Tag("a browser")]
@@ -154,9 +149,8 @@ class _ToolUseBlock(Body):
 
     def call(self, known: ClientTools) -> JsonObject:
         """The call in the form of the chat route's messages."""
-        name = known.name(Identity("function", self.name, self.toolset_name or ""))
-        arguments = json.dumps(self.input, ensure_ascii=False)
-        return {"id": self.id, "function": {"name": name, "arguments": arguments}}
+        tool = Identity("function", self.name, self.toolset_name or "")
+        return known.call(self.id, tool, json.dumps(self.input, ensure_ascii=False))
 
 
 class _ToolResultBlock(Body):
@@ -249,9 +243,7 @@ class _ToolChoice(Body):
         if self.name is None:
             return "required" if self.type == "any" else self.type
         tools = known.within(self.name) or [known.name(Identity("function", self.name))]
-        named = [{"type": "function", "function": {"name": name}} for name in tools]
-        some = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
-        return named[0] if len(named) == 1 else some
+        return named(tools[0]) if len(tools) == 1 else some("required", tools)
 
 
 class _Format(Body):
@@ -389,5 +381,5 @@ class MessagesBody(CountBody):
 def _text(content: str | Sequence[object] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    texts = (_TextBlock, _SearchResultBlock, _ReferenceBlock, _BrowserBlock, _DocumentBlock, Unread)
+    texts = (TextPart, _SearchResultBlock, _ReferenceBlock, _BrowserBlock, _DocumentBlock, Unread)
     return "".join(block.text for block in content if isinstance(block, texts))

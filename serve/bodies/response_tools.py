@@ -10,7 +10,7 @@ from serve.bodies.client_tools import ClientTools, Entry, Identity
 from serve.bodies.custom_tools import CHOICES, OtherTool
 from serve.bodies.fields import Body, Name, Text, kind_of, member, one_of
 from serve.bodies.known_schemas import OPENAI
-from serve.bodies.tools import MOST_TOOLS, FunctionName
+from serve.bodies.tools import MOST_TOOLS, FunctionName, named, some
 
 OWN = {kind: kind.removesuffix("_use_preview") for kind in OPENAI}
 """Types of tools that a client runs and whose calls have a type of their own, with the name in that type."""
@@ -220,17 +220,10 @@ def picked(choice: str | _Pick | _Allowed, known: ClientTools) -> object:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, _Pick) and choice.type != "namespace":
-        return _function(choice.names(known)[0])
+        return named(choice.names(known)[0])
     mode = choice.mode if isinstance(choice, _Allowed) else "required"
     picks = choice.tools if isinstance(choice, _Allowed) else [choice]
     # A tool that a server would have to run cannot be called here.
     once = {(pick.type, pick.name, pick.namespace): pick for pick in picks if pick.type in _PICKS}
     names = dict.fromkeys(name for pick in once.values() for name in pick.names(known))
-    return {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": mode, "tools": [_function(name) for name in names]},
-    }
-
-
-def _function(name: str) -> JsonObject:
-    return {"type": "function", "function": {"name": name}}
+    return some(mode, names)

@@ -68,8 +68,8 @@ class _CallItem(Body):
 
     def call(self, known: ClientTools) -> JsonObject:
         """The call in the form of the chat route's messages."""
-        name = known.name(Identity("function", self.name, self.namespace or ""))
-        return {"id": self.call_id, "function": {"name": name, "arguments": self.arguments}}
+        tool = Identity("function", self.name, self.namespace or "")
+        return known.call(self.call_id, tool, self.arguments)
 
 
 class _CustomCallItem(Body):
@@ -81,8 +81,7 @@ class _CustomCallItem(Body):
 
     def call(self, known: ClientTools) -> JsonObject:
         """The same."""
-        name = known.name(Identity("custom", self.name, self.namespace or ""))
-        return {"id": self.call_id, "type": "custom", "custom": {"name": name, "input": self.input}}
+        return known.call(self.call_id, Identity("custom", self.name, self.namespace or ""), self.input)
 
 
 class _SearchCallItem(Body):
@@ -94,9 +93,8 @@ class _SearchCallItem(Body):
 
     def call(self, known: ClientTools) -> JsonObject:
         """The same."""
-        name = known.name(Identity("tool_search", "tool_search"))
-        function = {"name": name, "arguments": _told(self.arguments or {})}
-        return {"id": self.call_id, "function": function}
+        tool = Identity("tool_search", "tool_search")
+        return known.call(self.call_id, tool, _told(self.arguments or {}))
 
 
 class _OwnCallItem(Body):
@@ -111,8 +109,7 @@ class _OwnCallItem(Body):
         """The same."""
         told = {k: v for k, v in (self.model_extra or {}).items() if k not in self.without_effect}
         kind = self.type.removesuffix("_call")
-        function = {"name": known.name(Identity(kind, kind)), "arguments": to_json(told).decode()}
-        return {"id": self.call_id, "function": function}
+        return known.call(self.call_id, Identity(kind, kind), to_json(told).decode())
 
 
 class _ResultItem(Body):

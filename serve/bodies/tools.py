@@ -1,6 +1,6 @@
 """Tools of a conversation, in the fields of requests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -53,6 +53,16 @@ class NamedChoice(Body):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+def named(name: str) -> JsonObject:
+    """The choice of one function, as the chat route has it."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def some(mode: str, names: Iterable[str]) -> JsonObject:
+    """The choice of some functions, as the chat route has it. mode: "auto" or "required"."""
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(named, names)]}}
 
 
 class CalledFunction(Body):

@@ -1,13 +1,14 @@
 """Variables of a chat template, as clients' APIs name them: most of them switch thinking."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import reduce
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, PrivateAttr, Tag, model_validator
 
 from mtp_jax import JsonObject, Tokenizer
-from serve.bodies.fields import Body, bounds
+from serve.bodies.fields import Body, bounds, member
 
 _MOST_VALUES = 4096  # of all variables of a request; templates take switches, a few names or a list of texts
 
@@ -97,6 +98,21 @@ def _effort(effort: Effort) -> JsonObject:
     return {"reasoning_effort": effort, **_switched(effort != "none")}
 
 
+# The variables of each field, by its path; a later field goes before an earlier field.
+_VARIABLES: Mapping[str, Callable[[Any], JsonObject]] = {
+    "think": lambda think: _switched(think) if isinstance(think, bool) else _effort(think),
+    "reasoning.effort": _effort,
+    "reasoning_effort": _effort,
+    "reasoning.enabled": _switched,
+    "enable_thinking": _switched,
+    "thinking": lambda thinking: _switched(thinking.type != "disabled"),
+    "clear_thinking": lambda clears: _kept(not clears),
+    "preserve_thinking": _kept,
+    "thinking.clear_thinking": lambda clears: _kept(not clears),
+    "thinking.keep": lambda keep: _kept(True),
+}
+
+
 class Switches(Body):
     """Fields for variables of the chat template: any of them, or whether to think and to keep thoughts."""
 
@@ -116,28 +132,11 @@ class Switches(Body):
         return self
 
     def _variables(self) -> Iterator[tuple[str, JsonObject]]:
-        """The variables of each field, with its path; a later field goes before an earlier field."""
-        told, one = self.reasoning or Reasoning(), self.thinking
-        if self.think is not None:
-            yield "think", _switched(self.think) if isinstance(self.think, bool) else _effort(self.think)
-        if told.effort is not None:
-            yield "reasoning.effort", _effort(told.effort)
-        if self.reasoning_effort is not None:
-            yield "reasoning_effort", _effort(self.reasoning_effort)
-        if told.enabled is not None:
-            yield "reasoning.enabled", _switched(told.enabled)
-        if self.enable_thinking is not None:
-            yield "enable_thinking", _switched(self.enable_thinking)
-        if one is not None:
-            yield "thinking", _switched(one.type != "disabled")
-        if self.clear_thinking is not None:
-            yield "clear_thinking", _kept(not self.clear_thinking)
-        if self.preserve_thinking is not None:
-            yield "preserve_thinking", _kept(self.preserve_thinking)
-        if one is not None and one.clear_thinking is not None:
-            yield "thinking.clear_thinking", _kept(not one.clear_thinking)
-        if one is not None and one.keep is not None:
-            yield "thinking.keep", _kept(True)
+        """The variables of each field that the request has, with its path."""
+        for path, variables in _VARIABLES.items():
+            value: Any = reduce(member, path.split("."), self)
+            if value is not None:
+                yield path, variables(value)
         for name, value in self.chat_template_kwargs.given.items() if self.chat_template_kwargs else ():
             yield f"chat_template_kwargs.{name}", {name: value}
 

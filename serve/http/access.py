@@ -9,16 +9,11 @@ from starlette.types import Message, Receive
 
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
-from serve.routes.admin import PATHS as ADMIN_PATHS
-from serve.routes.page import PATHS as PAGE_PATHS
+from serve.routes.route import Route
 
-# Paths of probes, which send no key.
-OPEN_PATHS = ("/health", "/ping", "/ready")
-METRICS_PATH = "/metrics"
-# Paths without an admin key that change something by GET, for which browsers send no Origin.
-CHANGED_BY_GET = ("/flush_cache",)
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _MOST_HEADER_BYTES = 16 * 1024
+_READING = ("GET", "HEAD")
 
 
 class Headers:
@@ -52,11 +47,22 @@ class Access:
         key at all."""
         return not (self._keys or self._admin) or _knows(headers, self._admin)
 
-    def refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
-        """The error that refuses a request by its head; None if it is allowed."""
-        reads = method in ("GET", "HEAD")
-        if path in OPEN_PATHS and reads:
+    def refusal(self, method: str, route: Route | None, headers: Headers) -> ApiError | None:
+        """The error that refuses a request by its head; None if it is allowed.
+
+        route: the route of its path; None: it has none, which a client learns that has a key.
+        """
+        if is_probe(method, route):
             return None
+        return (
+            self._of_sender(headers)
+            or _of_link(route, headers)
+            or self._of_key(route, method in _READING, headers)
+            or self._of_body(headers)
+        )
+
+    def _of_sender(self, headers: Headers) -> ApiError | None:
+        """The error of too many headers, of another host, or of a page of another origin."""
         if headers.size > _MOST_HEADER_BYTES:
             return ApiError(
                 431, f"the headers have {headers.size} bytes; at most {_MOST_HEADER_BYTES} are allowed"
@@ -72,24 +78,41 @@ class Access:
                 f"{host[:100]!a}; a proxy must pass the Host on, or the server allow the origin "
                 "(--allowed-origin)",
             )
-        # The page is where the key is entered.
-        open_too = path == METRICS_PATH and self._settings.open_metrics
-        if path in CHANGED_BY_GET and headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
-            return ApiError(403, "links and images in pages of other origins may not do this")
-        public = reads and (path in PAGE_PATHS or open_too)
+        return None
+
+    def _of_key(self, route: Route | None, reads: bool, headers: Headers) -> ApiError | None:
+        """The error of a request that lacks the key which its route needs."""
+        access = "key" if route is None else route.access
+        public = reads and (access == "page" or (access == "metrics" and self._settings.open_metrics))
         if self._keys and not public and not _knows(headers, self._keys + self._admin):
             return _no_key("a valid API key")
-        if path in ADMIN_PATHS:
-            if not self._admin:
-                return ApiError(403, "this route needs an admin key; start the server with --admin-key")
-            if not _knows(headers, self._admin):
-                return _no_key("the admin key")
+        if access != "admin":
+            return None
+        if not self._admin:
+            return ApiError(403, "this route needs an admin key; start the server with --admin-key")
+        return None if _knows(headers, self._admin) else _no_key("the admin key")
+
+    def _of_body(self, headers: Headers) -> ApiError | None:
+        """The error of a body that the server does not read, by its headers."""
         if headers.get(b"content-encoding").lower() not in (b"", b"identity"):
             return ApiError(415, "compressed bodies are not accepted; send it as it is")
         length = headers.get(b"content-length")
         if length.isdigit() and int(length[:20]) > self._settings.max_body_bytes:
             return _too_large(self._settings)
         return None
+
+
+def _of_link(route: Route | None, headers: Headers) -> ApiError | None:
+    """The error of a page of another origin that links to a route by which a GET changes something."""
+    linked = headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+    if route is not None and route.changed_by_get and linked:
+        return ApiError(403, "links and images in pages of other origins may not do this")
+    return None
+
+
+def is_probe(method: str, route: Route | None) -> bool:
+    """Whether a request is a probe, which needs no right at all."""
+    return route is not None and route.access == "open" and method in _READING
 
 
 def bounded(receive: Receive, settings: Settings) -> Receive:

@@ -1,16 +1,13 @@
-"""The ASGI application: its routes."""
+"""The ASGI application: the routes of the table behind access control."""
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
+from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtp_jax import AsyncLLM, MtpJaxError
@@ -18,66 +15,15 @@ from serve.base.errors import ApiError, respond
 from serve.base.settings import Settings
 from serve.base.state import Server
 from serve.http.security import AccessControl
-from serve.routes import (
-    admin,
-    chat,
-    completions,
-    engine_info,
-    info,
-    messages,
-    native,
-    openapi,
-    page,
-    responses,
-)
+from serve.routes.route import Routes
+from serve.routes.table import ROUTES
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.metrics import Metrics
 
-_Handler = Callable[[Server, Request], Awaitable[Response]]
-_GET: dict[str, _Handler] = {
-    "/health": info.health,
-    "/ping": info.health,
-    "/load": info.load,
-    "/tokenizer_info": info.tokenizer_info,
-    "/ready": info.ready,
-    "/openapi.json": openapi.openapi,
-    "/version": info.version,
-    "/metrics": info.metrics,
-    **dict.fromkeys(("/server_info", "/get_server_info"), engine_info.server_info),
-    **dict.fromkeys(("/model_info", "/get_model_info"), engine_info.model_info),
-    "/health_generate": engine_info.health_generate,
-    "/get_weight_version": admin.weight_version,
-    # SGLang's trainers send these by either method.
-    "/flush_cache": info.flush_cache,
-    "/release_memory_occupation": admin.release_memory,
-    "/resume_memory_occupation": admin.resume_memory,
-    "/v1/models": info.models,
-    "/v1/models/{name:path}": info.model,
-    **dict.fromkeys(page.PATHS, page.page),
-}
-_POST: dict[str, _Handler] = {
-    "/v1/completions": completions.completions,
-    "/v1/chat/completions": chat.chat_completions,
-    "/v1/responses": responses.responses,
-    "/v1/messages": messages.messages,
-    "/v1/messages/count_tokens": messages.count_tokens,
-    "/tokenize": info.tokenize,
-    "/detokenize": info.detokenize,
-    "/generate": native.generate,
-    "/flush_cache": info.flush_cache,
-    "/reset_prefix_cache": info.flush_cache,
-    "/abort_request": admin.abort_request,
-    "/update_weight_version": admin.update_weight_version,
-    "/pause_generation": admin.pause,
-    "/continue_generation": admin.unpause,
-    "/update_weights_from_disk": admin.update_weights,
-    "/release_memory_occupation": admin.release_memory,
-    "/resume_memory_occupation": admin.resume_memory,
-    "/hidden_states": admin.hidden_states,
-}
 
-
-def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None = None) -> ASGIApp:
+def make_app(
+    allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None = None, routes: Routes = ROUTES
+) -> ASGIApp:
     """The application in front of an engine, which the caller starts and closes.
 
     alarm: the acceptance alarm, which ``/metrics`` shows; None: there is none.
@@ -85,17 +31,14 @@ def make_app(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm | None =
     alarm = alarm or AcceptanceAlarm(floor=0, ceiling=1)
     server = Server(allm, settings, Metrics(allm, settings.model_name, alarm))
 
-    routes = [
-        Route(path, partial(handler, server), methods=[method])
-        for method, handlers in (("GET", _GET), ("POST", _POST))
-        for path, handler in handlers.items()
-    ]
     errors: dict[Any, Any] = dict.fromkeys(
         (ApiError, ValidationError, MtpJaxError, HTTPException, Exception), respond
     )
-    app = Starlette(routes=routes, exception_handlers=errors)
+    served = [routing.Route(r.path, partial(r.handler, server), methods=[*r.methods]) for r in routes]
+    app = Starlette(routes=served, exception_handlers=errors)
     app.router.redirect_slashes = False
-    controlled: ASGIApp = AccessControl(app, server, frozenset((*_GET, *_POST)))
+    app.state.routes = routes
+    controlled: ASGIApp = AccessControl(app, server, routes)
     if mark := allm.about.mark:
         controlled = _marked(controlled, mark)
     if not settings.allowed_origins:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import CheckpointError, ConfigError, JsonObject
 from serve.base.errors import ApiError
+from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
 from serve.bodies.admin import (
     AbortBody,
@@ -25,16 +25,6 @@ from serve.bodies.fields import Body
 from serve.bodies.reading import read, warning
 
 _Body = TypeVar("_Body", bound=Body)
-
-PATHS = (
-    "/update_weights_from_disk",
-    "/update_weight_version",
-    "/pause_generation",
-    "/continue_generation",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    "/hidden_states",
-)
 
 
 async def update_weights(server: Server, request: Request) -> Response:
@@ -143,4 +133,4 @@ def _tags_refused() -> Iterator[None]:
 
 
 def _json(request: Request, answer: JsonObject) -> Response:
-    return Response(to_json(answer), headers=warning(request), media_type="application/json")
+    return JsonAnswer(answer, headers=warning(request))

@@ -4,12 +4,12 @@ import asyncio
 import time
 from contextlib import suppress
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject, Overloaded, SamplingParams, Stream
 from serve.base.errors import ApiError
+from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
 
 _FIRST = -(2**31)  # the lowest priority number: such a request is served first
@@ -50,7 +50,7 @@ async def server_info(server: Server, request: Request) -> Response:
         "has_chat_template": tokenizer is not None and tokenizer.has_chat_template,
         "internal_states": [state],
     }
-    return Response(to_json(info), media_type="application/json")
+    return JsonAnswer(info)
 
 
 async def model_info(server: Server, request: Request) -> Response:
@@ -66,7 +66,7 @@ async def model_info(server: Server, request: Request) -> Response:
         "has_audio_understanding": False,
         **server.fingerprint,
     }
-    return Response(to_json(info), media_type="application/json")
+    return JsonAnswer(info)
 
 
 async def health_generate(server: Server, request: Request) -> Response:
@@ -80,7 +80,7 @@ async def health_generate(server: Server, request: Request) -> Response:
     if not await _generates(server):
         seconds = server.settings.ready_seconds
         raise ApiError(503, f"no token has been generated within {seconds:.0f} s", code="unavailable")
-    return Response(to_json({"status": "ok"}), media_type="application/json")
+    return JsonAnswer({"status": "ok"})
 
 
 async def _generates(server: Server) -> bool:

@@ -12,19 +12,16 @@ from mtp_jax import LazyPrompt
 from serve.answers.asking import ChatPrompt
 from serve.answers.shapes import token_name
 from serve.base.errors import ApiError
+from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
 from serve.bodies.reading import read, warning
 from serve.bodies.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
 
 
-def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(to_json(value), status, headers, "application/json")
-
-
 async def health(server: Server, request: Request) -> Response:
     """The route that shows that the process runs, and no more, as it needs no key."""
     del server, request
-    return _json({"status": "ok"})
+    return JsonAnswer({"status": "ok"})
 
 
 async def ready(server: Server, request: Request) -> Response:
@@ -32,8 +29,8 @@ async def ready(server: Server, request: Request) -> Response:
     del request
     reason, state = server.unready(), server.allm.warm_up.state
     if reason is None:
-        return _json({"status": "ready", "state": state})
-    return _json({"status": "unready", "reason": reason, "state": state}, 503)
+        return JsonAnswer({"status": "ready", "state": state})
+    return JsonAnswer({"status": "unready", "reason": reason, "state": state}, 503)
 
 
 async def models(server: Server, request: Request) -> Response:
@@ -41,14 +38,14 @@ async def models(server: Server, request: Request) -> Response:
     del request
     names = server.settings.names
     ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-    return _json({"object": "list", "data": [_model(server, name) for name in names], **ends})
+    return JsonAnswer({"object": "list", "data": [_model(server, name) for name in names], **ends})
 
 
 async def model(server: Server, request: Request) -> Response:
     """One model of that list."""
     name = request.path_params["name"]
     if name in server.settings.names:
-        return _json(_model(server, name))
+        return JsonAnswer(_model(server, name))
     if not name:
         raise ApiError(404, "there is no /v1/models/ here; use /v1/models, or /v1/models/ and a model's name")
     raise ApiError(404, f"the model {name!r} does not exist", "model", "model_not_found")
@@ -71,7 +68,7 @@ def _model(server: Server, name: str) -> dict[str, object]:
 async def version(server: Server, request: Request) -> Response:
     """The version of this package."""
     del server, request
-    return _json({"version": metadata.version("mtp-jax")})
+    return JsonAnswer({"version": metadata.version("mtp-jax")})
 
 
 async def metrics(server: Server, request: Request) -> Response:
@@ -102,7 +99,7 @@ async def tokenize(server: Server, request: Request) -> Response:
     answered = await server.allm.in_queue(LazyPrompt(encode, characters), answer)
     if isinstance(encode, ChatPrompt):
         encode.warn(request)
-    return Response(answered, headers=warning(request), media_type="application/json")
+    return JsonAnswer(answered, headers=warning(request))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
@@ -114,13 +111,13 @@ async def detokenize(server: Server, request: Request) -> Response:
         raise ApiError(400, f"tokens has token {wrong}; expected ids from 0 to {vocab - 1}", "tokens")
     decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
     text = await server.allm.in_queue(body.tokens, decode)
-    return _json({"prompt": text}, headers=warning(request))
+    return JsonAnswer({"prompt": text}, headers=warning(request))
 
 
 async def load(server: Server, request: Request) -> Response:
     """The numbers of requests that run and wait, in vLLM's shape."""
     del request
-    return _json({"server_load": server.allm.live})
+    return JsonAnswer({"server_load": server.allm.live})
 
 
 async def tokenizer_info(server: Server, request: Request) -> Response:
@@ -139,11 +136,11 @@ async def tokenizer_info(server: Server, request: Request) -> Response:
         "eos_token": name(next(iter(tokenizer.eos_ids), None)),
         "chat_template": tokenizer.chat_template,
     }
-    return _json(found)
+    return JsonAnswer(found)
 
 
 async def flush_cache(server: Server, request: Request) -> Response:
     """Forget the pages that only the prefix cache keeps."""
     del request
     await server.allm.flush_prefix_cache()
-    return _json({"success": True})
+    return JsonAnswer({"success": True})

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,6 +12,7 @@ from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
 from serve.base.errors import ApiError
 from serve.base.ids import new_id
+from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
 from serve.bodies.client_tools import ClientTools
 from serve.bodies.messages import CountBody, MessagesBody
@@ -42,7 +42,7 @@ async def count_tokens(server: Server, request: Request) -> Response:
     prompt = LazyPrompt(rendered, chat.characters)
     count = len(await server.allm.in_queue(prompt, prompt.make))
     rendered.warn(request)
-    return Response(to_json({"input_tokens": count}), headers=warning(request), media_type="application/json")
+    return JsonAnswer({"input_tokens": count}, headers=warning(request))
 
 
 class _Messages(AssistantCall):

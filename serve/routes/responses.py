@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,7 +59,7 @@ class _Responses(AssistantCall):
     def begin(self) -> Iterable[JsonObject]:
         """The events of the beginning."""
         for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._response("in_progress"))
+            yield self._event(f"response.{name}", {"response": self._response("in_progress")})
 
     def change(self, change: Change) -> Iterable[JsonObject]:
         """Events of an item, and of its one part; a call has no part."""
@@ -69,43 +68,47 @@ class _Responses(AssistantCall):
             if change.what != "grow":
                 event, status = ("added", "in_progress") if change.what == "begin" else ("done", None)
                 item = self._item(block, status)
-                yield self._event(f"response.output_item.{event}", output_index=block.index, item=item)
+                yield self._item_event(event, block, item)
             return
         called = block.kind in ("call", "custom")
         of: JsonObject = {"output_index": block.index, "item_id": self._name(block)}
         of |= {} if called else {"content_index": 0}
+        scored = {"logprobs": [], **of} if block.kind == "text" else of
         name, key = _EVENTS[block.kind]
-        logprobs: JsonObject = {"logprobs": []} if block.kind == "text" else {}
         if change.what == "begin":
             empty = self._item(block, "in_progress") | ({key: ""} if called else {"content": []})
-            yield self._event("response.output_item.added", output_index=block.index, item=empty)
+            yield self._item_event("added", block, empty)
             if not called:
-                yield self._event("response.content_part.added", part=_part(block, ""), **of)
+                yield self._event("response.content_part.added", {"part": _part(block, "")} | of)
         elif change.what == "grow":
-            yield self._event(f"response.{name}.delta", delta=change.text, **logprobs, **of)
+            yield self._event(f"response.{name}.delta", {"delta": change.text} | scored)
         else:
             done = {key: block.text}
             if block.kind == "call":
                 done["name"] = self._tools.identity(block.name).name
-            yield self._event(f"response.{name}.done", **done, **logprobs, **of)
+            yield self._event(f"response.{name}.done", done | scored)
             if not called:
-                yield self._event("response.content_part.done", part=_part(block, block.text), **of)
+                yield self._event("response.content_part.done", {"part": _part(block, block.text)} | of)
             whole = self._item(block)
-            yield self._event("response.output_item.done", output_index=block.index, item=whole)
+            yield self._item_event("done", block, whole)
 
     def end(self) -> Iterable[JsonObject]:
         """The event of the end, with the whole response."""
         yield from super().end()
         answer = self.answer()
-        yield self._event(f"response.{answer['status']}", response=answer)
+        yield self._event(f"response.{answer['status']}", {"response": answer})
 
     def error(self, error: ApiError) -> JsonObject:
         """The event of an error, in OpenAI's shape."""
-        return self._event("error", code=error.code, message=error.message, param=error.param)
+        about = {"code": error.code, "message": error.message, "param": error.param}
+        return self._event("error", about)
 
-    def _event(self, kind: str, **fields: Any) -> JsonObject:
+    def _event(self, kind: str, fields: JsonObject) -> JsonObject:
         self._number += 1
         return {"type": kind, "sequence_number": self._number, **fields}
+
+    def _item_event(self, what: str, block: Block, item: JsonObject) -> JsonObject:
+        return self._event(f"response.output_item.{what}", {"output_index": block.index, "item": item})
 
     def _name(self, block: Block) -> str:
         """The id of a block's item."""
@@ -151,9 +154,7 @@ class _Responses(AssistantCall):
             "reasoning": {"effort": None, "summary": None} | (told["reasoning"] or {}),
             "store": False,
             "text": told["text"] or {"format": {"type": "text"}},
-            "tool_choice": choice.model_dump(exclude_unset=True)
-            if isinstance(choice, Body)
-            else choice or "auto",
+            "tool_choice": choice or "auto",
             "tools": told["tools"] or [],
             "truncation": "disabled",
             "weight_version": self.weight_version,

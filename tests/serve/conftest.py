@@ -20,6 +20,8 @@ from mtp_jax.simulate.device import Simulated
 from serve.base.settings import Settings
 from serve.http.app import make_app
 from serve.http.run import Server, listen
+from serve.routes.route import Routes
+from serve.routes.table import ROUTES
 from tests import tiny_tokenizer
 from tests.golden import model_dir
 from tests.models import slowed
@@ -53,9 +55,9 @@ class Running:
     def client(self, **options: Any) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=300, **options)
 
-    def variant(self, **settings: Any) -> "Variant":
+    def variant(self, routes: Routes = ROUTES, **settings: Any) -> "Variant":
         """Another application in front of the same engine."""
-        return Variant(self, Settings(**{"model_names": "tiny", **NO_PINGS, **settings}))
+        return Variant(self, Settings(**{"model_names": "tiny", **NO_PINGS, **settings}), routes)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run a function on the event loop."""
@@ -78,9 +80,9 @@ STARTED: list[Running] = []
 class Variant:
     """Requests to an application with other settings, without a socket, on the server's event loop."""
 
-    def __init__(self, running: Running, settings: Settings) -> None:
+    def __init__(self, running: Running, settings: Settings, routes: Routes = ROUTES) -> None:
         self._loop = running.loop
-        self._app: Any = make_app(running.allm, settings)
+        self._app: Any = make_app(running.allm, settings, routes=routes)
 
     def request(self, method: str, path: str, host: str = "127.0.0.1", **options: Any) -> httpx2.Response:
         async def send() -> httpx2.Response:

@@ -10,9 +10,9 @@ from serve.bodies.admin import ReleaseBody, ResumeBody, UpdateBody
 from serve.bodies.fields import Biases, Body, first_wrong
 from serve.bodies.responses import ResponsesBody
 from serve.bodies.schema import CompletionBody
-from serve.routes.openapi import BODIES
+from serve.routes.table import ROUTES
 
-KINDS = sorted({kind for kinds in BODIES.values() for kind in kinds}, key=lambda kind: kind.__name__)
+KINDS = sorted({kind for route in ROUTES for kind in route.bodies}, key=lambda kind: kind.__name__)
 _SIMPLE = {"bool", "int", "float", "str", "literal", "none"}  # each has one error
 _COLLECTIONS = ("list", "set", "frozenset", "tuple", "generator")
 

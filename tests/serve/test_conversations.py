@@ -8,14 +8,13 @@ import httpx2
 import pytest
 
 from mtp_jax import CallArguments, CallBegin
-from mtp_jax.text.bpe import ASSISTANT, BOS, EOS, USER
 from serve.answers.asking import ChatPrompt
 from serve.answers.calls import Call
 from serve.answers.inputs import Inputs
 from serve.base.settings import Settings
 from serve.bodies.schema import ChatBody
 from tests.serve.conftest import Running, wait_until
-from tests.text.helpers import loaded, release
+from tests.text.helpers import ASSISTANT, BOS, EOS, USER, loaded, release
 
 ASK: dict[str, Any] = {"role": "user", "content": "q"}
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

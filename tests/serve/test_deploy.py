@@ -13,8 +13,7 @@ import yaml
 import serve
 from mtp_jax.commands import cli
 from serve.base.settings import Settings
-from serve.http import app
-from serve.http.access import OPEN_PATHS
+from serve.routes.table import ROUTES
 from tests.serve.helpers import NAME
 
 ROOT = Path(serve.__file__).parent.parent
@@ -73,13 +72,15 @@ def test_kubernetes():
     assert cli.make_parser().parse_args([*entry(), *container["args"]])
     probes = [container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")]
     assert probes == ["/ready", "/ready", "/health"]
-    assert {*probes} <= {*OPEN_PATHS} <= {*app._GET}
+    assert {*probes} <= {route.path for route in ROUTES if route.access == "open"}
     assert pod["terminationGracePeriodSeconds"] > DRAIN
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     (port,) = service["spec"]["ports"]
     assert (port["targetPort"], container["ports"][0]["containerPort"]) == ("http", 8000)
     annotations = deployment["spec"]["template"]["metadata"]["annotations"]
-    assert annotations["prometheus.io/path"] in app._GET
+    assert [route.path for route in ROUTES if route.access == "metrics"] == [
+        annotations["prometheus.io/path"]
+    ]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
     assert mounts["cache"] == entry()[entry().index("--compile-cache") + 1]
@@ -97,7 +98,7 @@ def test_compose_mounts_files_that_exist():
     (scrape,) = prometheus["scrape_configs"]
     mounted = {line.split(":")[1] for line in compose["services"]["prometheus"]["volumes"]}
     assert {f"/etc/prometheus/{name}" for name in (*prometheus["rule_files"], "prometheus.yml")} == mounted
-    assert scrape["metrics_path"] in app._GET
+    assert scrape["metrics_path"] in {route.path for route in ROUTES}
     assert scrape["static_configs"][0]["targets"] == ["mtp-jax:8000"]
     assert scrape["authorization"]["credentials_file"] in str(compose["services"]["prometheus"]["command"])
     assert compose["services"]["mtp-jax"]["read_only"] is True

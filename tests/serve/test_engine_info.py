@@ -4,7 +4,7 @@ import pytest
 
 from mtp_jax import EngineStopped
 from mtp_jax.engine import engine
-from serve.http.access import CHANGED_BY_GET
+from serve.routes.table import ROUTES
 from tests.serve.conftest import live, wait_until
 
 
@@ -88,7 +88,7 @@ def test_some_routes_take_both_methods(client, server):
     assert admin.get("/resume_memory_occupation", headers=key).json()["released"] == []
 
 
-@pytest.mark.parametrize("path", CHANGED_BY_GET)
+@pytest.mark.parametrize("path", [route.path for route in ROUTES if route.changed_by_get])
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 def test_pages_of_other_origins_change_nothing_by_links(client, path, site):
     """Browsers send no Origin with an image's GET, but say that it is of another site."""

@@ -21,7 +21,7 @@ from serve.bodies.reading import read
 from serve.bodies.schema import ChatBody
 from serve.http.app import make_app
 from serve.http.in_process import Answer, post
-from serve.routes.openapi import BODIES
+from serve.routes.table import ROUTES
 from tests.serve.conftest import Running
 
 CALLS_PER_BYTE = 4
@@ -392,7 +392,7 @@ def declared(kind: type[Body], name: str) -> type:
 def fields() -> dict[tuple[type, str], type[Body]]:
     """A body for each field of any body, and for a field that it does not have."""
     found: dict[tuple[type, str], type[Body]] = {}
-    for kind in {kind: None for kinds in BODIES.values() for kind in kinds}:
+    for kind in {kind: None for route in ROUTES for kind in route.bodies}:
         found[kind, "unknown"] = kind
         for name in kind.model_fields:
             found.setdefault((declared(kind, name), name), kind)

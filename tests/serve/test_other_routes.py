@@ -1,14 +1,25 @@
 """/generate, /server_info, /tokenize, /v1/models and the rest."""
 
+import inspect
 import json
+import logging
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from mtp_jax import SamplingParams
-from serve.routes.openapi import BODIES
+from serve.base.state import Server
+from serve.bodies.fields import Body
+from serve.bodies.reading import read
+from serve.routes.route import Route, Routes
+from serve.routes.table import ROUTES
+from serve.watch.access_log import LOGGER
+from tests.serve.conftest import Running
 from tests.tiny_tokenizer import EOS
 
 
@@ -247,13 +258,60 @@ def test_metrics_count_what_happened(client):
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
 
 
+def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
+    return document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+
+
 def test_openapi_says_what_every_route_takes(client):
     document = client.get("/openapi.json").json()
     assert document["openapi"] == "3.1.0"
     schemas = document["components"]["schemas"]
-    for path, kinds in BODIES.items():
-        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        for reference, kind in zip(schema.get("anyOf", [schema]), kinds, strict=True):
+    for route in (route for route in ROUTES if route.bodies):
+        schema = body_schema(document, route.path)
+        for reference, kind in zip(schema.get("anyOf", [schema]), route.bodies, strict=True):
             found = schemas[reference["$ref"].rpartition("/")[2]]
             assert set(found["properties"]) == {f.alias or n for n, f in kind.model_fields.items()}
     assert "get" in document["paths"]["/v1/models/{name}"]
+
+
+def test_handlers_read_the_bodies_of_their_lines():
+    for route in ROUTES:
+        reads = re.search(r"await _?read\w*\(.*request, ([\w, ]+)\)", inspect.getsource(route.handler))
+        assert [kind.__name__ for kind in route.bodies] == (reads[1].split(", ") if reads else []), route.path
+
+
+class ToyBody(Body):
+    number: int
+
+
+async def toy(server: Server, request: Request) -> Response:
+    body = await read(server.settings, request, ToyBody)
+    return JSONResponse({"twice": 2 * body.number})
+
+
+async def toys(server: Server, request: Request) -> Response:
+    return JSONResponse({"toys": server.settings.names, "of": request.url.path})
+
+
+def test_a_route_is_a_line_of_the_table(server: Running, caplog):
+    """Served, guarded, described, logged and counted as its line says."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    lines = (
+        Route("/toy", ("POST",), toy, (ToyBody,), access="admin", quiet=True),
+        Route("/toys/{name:path}", ("GET",), toys, access="open"),
+    )
+    served = server.variant(Routes((*ROUTES, *lines)), api_keys=("user",), admin_key="admin")
+    user, admin = ({"Authorization": f"Bearer {key}"} for key in ("user", "admin"))
+    assert served.post("/toy", json={"number": 2}, headers=user).status_code == 401
+    assert served.post("/toy", json={"number": 2}, headers=admin).json() == {"twice": 4}
+    assert served.get("/toys/a/b").json() == {"toys": ["tiny"], "of": "/toys/a/b"}
+    assert served.post("/toys/a").status_code == 401
+    document = served.get("/openapi.json", headers=user).json()
+    assert body_schema(document, "/toy") == {"$ref": "#/components/schemas/ToyBody"}
+    assert document["components"]["schemas"]["ToyBody"]["required"] == ["number"]
+    assert "get" in document["paths"]["/toys/{name}"]
+    logged = [r.getMessage().split()[1:4] for r in caplog.records if "/toy" in r.getMessage()]
+    assert logged == [["POST", "/toy", "401"], ["GET", "/toys/a/b", "200"], ["POST", "/toys/a", "401"]]
+    counted = served.get("/metrics", headers=user).text
+    assert 'route="/toy",status="200"} 1.0' in counted
+    assert 'route="/toys/{name:path}",status="200"} 1.0' in counted

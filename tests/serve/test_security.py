@@ -24,8 +24,8 @@ from mtp_jax import ConfigError, RequestError, StructuredOutput
 from mtp_jax.text import grammar, json_schema
 from serve.base.settings import Settings
 from serve.bodies.schema import ChatBody, CompletionBody
-from serve.http import app
 from serve.routes import page
+from serve.routes.table import ROUTES
 from tests.serve.conftest import STARTED, Running, start
 
 ROOT = Path(__file__).parent.parent.parent
@@ -103,7 +103,7 @@ ODD_PATHS = [
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "ODD"])
 def test_every_route_but_probes_needs_a_key(server: Running, method):
     locked = server.variant(api_keys=("secret", "other"))
-    for path in [*app._GET, *app._POST, *ODD_PATHS]:
+    for path in [*(route.path for route in ROUTES), *ODD_PATHS]:
         for headers in (
             {},
             {"host": "localhost"},

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mtp_jax.api.demo import demo_model
-from mtp_jax.text.bpe import BOS, EOS
 from mtp_jax.text.tokenizer import Tokenizer
 
+# The bar is U+FF5C and the low line U+2581.
+BOS, EOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
+USER, ASSISTANT = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"
 WEATHER = {
     "type": "function",
     "function": {

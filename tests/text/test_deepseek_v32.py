@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from mtp_jax.errors import RequestError
-from mtp_jax.text.bpe import ASSISTANT, BOS, EOS, USER
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
-from tests.text.helpers import CALLS, WEATHER, loaded, release, turn
+from tests.text.helpers import ASSISTANT, BOS, CALLS, EOS, USER, WEATHER, loaded, release, turn
 
 DSML = "\uff5cDSML\uff5c"
 CALLED = (

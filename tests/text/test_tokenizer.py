@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from mtp_jax.errors import CheckpointError, PromptTooLong, RequestError
 from mtp_jax.text.chat_template import ChatTemplate
 from mtp_jax.text.tokenizer import StreamDecoder, Tokenizer
+from tests.text.helpers import ASSISTANT, BOS, EOS, USER
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo"
-BAR = "\uff5c"
-BOS, EOS = f"<{BAR}begin\u2581of\u2581sentence{BAR}>", f"<{BAR}end\u2581of\u2581sentence{BAR}>"
-USER, ASSISTANT = f"<{BAR}User{BAR}>", f"<{BAR}Assistant{BAR}>"
 WORDS = "\u4f60\u597d \U0001f469\u200d\U0001f469\u200d\U0001f467 na\u00efve \u00bd\n        return x <think>"
 
 # Written after the shape of the released templates: loops, namespaces, filters on history, tool calls.

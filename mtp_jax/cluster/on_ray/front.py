@@ -9,6 +9,7 @@ from serve.base.settings import Settings
 from serve.bodies.reading import received
 from serve.http.access import Access, Headers, bounded
 from serve.http.in_process import Call
+from serve.routes.table import ROUTES
 
 
 class Front:
@@ -25,12 +26,20 @@ class Front:
         scope, headers = request.scope, Headers(request.scope["headers"])
         body = b""
         if not self._asks_leave(scope["method"], headers):
-            if (refused := self._access.refusal(scope["method"], scope["path"], headers)) is not None:
+            refused = self._access.refusal(scope["method"], ROUTES.find(scope["path"]), headers)
+            if refused is not None:
                 raise refused
             whole = Request(scope, bounded(request.receive, self._settings))
             body = await received(self._settings, whole)
-        about = scope["query_string"], scope.get("client"), digests(body)
-        return Call(scope["method"], scope["path"], list(scope["headers"]), body, *about)
+        return Call(
+            scope["method"],
+            scope["path"],
+            list(scope["headers"]),
+            body,
+            scope["query_string"],
+            scope.get("client"),
+            digests(body),
+        )
 
     def refused(self, request: Request, error: ApiError) -> Response:
         """The response to a request that no replica answers. Web pages of allowed origins may read it."""

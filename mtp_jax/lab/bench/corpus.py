@@ -16,8 +16,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.text.bpe import BOS, EOS
 
+# Special tokens of the demo's tokenizer. The bar is U+FF5C and the low line U+2581, as in DeepSeek's.
+BOS = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
+EOS = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+USER = "<\uff5cUser\uff5c>"
+ASSISTANT = "<\uff5cAssistant\uff5c>"
 MAX_BYTES = 400_000
 HELD_OUT_FRACTION = 0.08  # of Python 3.11: about 120 files, 80 of them long enough for a prompt
 ENCODE_BATCH = 256
@@ -139,7 +143,7 @@ def held_out_prompts(
 ) -> list[list[int]]:
     """`n` prompts of exactly `length` ids (bos included), each beginning at the start of a line.
 
-    `start`: ids that every prompt begins with; by default the bos of `mtp_jax.text.bpe`.
+    `start`: ids that every prompt begins with; by default ``BOS``.
 
     Each round takes one prompt per file, at a line that a hash of path and round picks. At least `length`
     more ids follow each prompt in its file, so a continuation can be compared with it. Each prompt is
@@ -219,7 +223,5 @@ def as_text(data: bytes) -> str | None:
 def _special(tokenizer: Tokenizer, content: str) -> int:
     found = tokenizer.token_to_id(content)
     if found is None:
-        raise ConfigError(
-            f"the tokenizer lacks the special token {content!r}; train it with mtp_jax.text.bpe"
-        )
+        raise ConfigError(f"the tokenizer lacks the special token {content!r}; use configs/demo's")
     return found

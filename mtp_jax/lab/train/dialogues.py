@@ -6,8 +6,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 
-from mtp_jax.lab.bench.corpus import SourceFile
-from mtp_jax.text.bpe import ASSISTANT, USER
+from mtp_jax.lab.bench.corpus import ASSISTANT, USER, SourceFile
 
 SUMMARY_CHARS = range(16, 121)  # a shorter summary ("See above.") asks nothing, a longer one too much
 ANSWER_CHARS = 1200  # about 350 tokens: question and answer fit in one training window of 512
@@ -16,9 +15,9 @@ ANSWER_CHARS = 1200  # about 350 tokens: question and answer fit in one training
 def dialogues(files: Iterable[SourceFile]) -> list[SourceFile]:
     """One document for every function with a docstring that fits the limits above, each question once.
 
-    A document is "<User>question<Assistant>```python ... ```", as `mtp_jax.text.bpe.CHAT_TEMPLATE` writes it
-    between bos and eos. The question has one of a few forms, which a hash of the function picks. The answer
-    keeps the first sentence of the docstring.
+    A document is "<User>question<Assistant>```python ... ```", as the demo's chat template writes it between
+    bos and eos. The question has one of a few forms, which a hash of the function picks. The answer keeps the
+    first sentence of the docstring.
     """
     found: list[SourceFile] = []
     asked: set[str] = set()

@@ -98,23 +98,28 @@ class ToolParser:
         if found and form.parameter and form.head_is_name:
             tags = (form.parameter.before_key, form.end, "{")
             ahead = max(match(GAP + tag, self._held, length).length for tag in tags)
-            found.length = found.length if ahead > 0 else ahead
+            found.length = min(found.length, ahead)
         if found.length == 0:
             return False
         if not found:
             self._text(1)  # no head begins here
             return self._text_again()
         self._take(length)
-        name, number = found.groups[NAME], found.groups.get(INDEX)
+        self._in_block = self._in_block or start > 0
+        self._begin(found.groups[NAME], found.groups.get(INDEX))
+        return True
+
+    def _begin(self, name: str, number: str | None) -> None:
+        """Begin a call of a tool. number: the call's number, where the head has it."""
+        form = self._form
         bare = name.removeprefix(form.prefix) or name
         bare = self._also.get(bare, bare)
-        self._index, self._given, self._in_block = self._index + 1, 0, self._in_block or start > 0
+        self._index, self._given = self._index + 1, 0
         self._schema = self._tools.get(bare, {})
         ends = (tag for end in slips(form.end) for tag in literals(end))
         self._json = Json([tag for tag in (*ends, *form.all_block_ends) if tag != "}"])
         self._parts.append(CallBegin(self._index, bare, f"{name}:{number}" if number else None))
         self._step = self._arguments if form.parameter is None else self._parameters
-        return True
 
     def _arguments(self, final: bool) -> bool:
         """Read arguments in JSON."""

@@ -1,7 +1,7 @@
 """The texts that a schema allows where a model writes strings without quotes and escapes."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonMapping
@@ -34,14 +34,20 @@ def texts(schema: object, whole: object, steps: Steps | None = None, depth: int 
         return []
     if wrong := [key for key in _UNKNOWN if key in schema]:
         raise RequestError(f"this model writes strings as they are, and {wrong[0]!r} cannot be kept to there")
-    found = [tuple(_constraints(schema))]
+    found = _ANY
+    for ways in _demands(schema, whole, steps, depth):
+        found = _both(found, ways)
+    return found
+
+
+def _demands(schema: JsonMapping, whole: object, steps: Steps, depth: int) -> Iterator[Texts]:
+    """The texts that each part of a schema allows."""
+    yield [tuple(_constraints(schema))]
     if (choices := listed(schema)) is not None:
-        found = _both(found, [(json.dumps(choice),) for choice in choices if isinstance(choice, str)])
+        yield [(json.dumps(choice),) for choice in choices if isinstance(choice, str)]
     for branches, all_of in branches_of(schema, whole):
         each = [texts(branch, whole, steps, depth + 1) for branch in branches]
-        for ways in each if all_of else [[way for branch in each for way in branch]]:
-            found = _both(found, ways)
-    return found
+        yield from each if all_of else [[way for branch in each for way in branch]]
 
 
 def _constraints(schema: JsonMapping) -> Iterable[str]:

@@ -14,8 +14,7 @@ from mtp_jax.cluster.on_ray import start
 from mtp_jax.cluster.on_ray.options import RayOptions
 from mtp_jax.commands import cli
 from mtp_jax.hosts.options import Hosts
-from serve.http import app
-from serve.http.access import OPEN_PATHS
+from serve.routes.table import ROUTES
 from tests import golden
 
 ROOT = Path(ray_serve.__file__).parents[3]
@@ -102,7 +101,7 @@ def test_engines_over_several_hosts(monkeypatch):
     (leader,) = template["leaderTemplate"]["spec"]["containers"]
     (worker,) = template["workerTemplate"]["spec"]["containers"]
     probes = {leader[key]["httpGet"]["path"] for key in leader if key.endswith("Probe")}
-    assert probes <= {*OPEN_PATHS} <= {*app._GET}
+    assert probes <= {route.path for route in ROUTES if route.access == "open"}
     assert not [key for key in worker if key.endswith("Probe")]  # it has no server
     labels = template["leaderTemplate"]["metadata"]["labels"]
     assert found["Service"]["spec"]["selector"] == labels

@@ -9,8 +9,6 @@ import tokenizers
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.bench.corpus import SourceFile
-from mtp_jax.text import bpe
-from mtp_jax.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[3] / "configs" / "demo"
 
@@ -81,8 +79,8 @@ def test_stream_holds_every_document_once(demo: tokenizers.Tokenizer, held_out: 
     assert np.array_equal(stream, corpus.tokens(demo, some, seed=7))
     assert not np.array_equal(stream, corpus.tokens(demo, some, seed=8))
     assert np.array_equal(np.flatnonzero(stream == 0)[1:] - 1, np.flatnonzero(stream == 1)[:-1])
-    documents = demo.decode(stream.tolist(), skip_special_tokens=False).split(bpe.BOS)[1:]
-    assert sorted(documents) == sorted(file.text + bpe.EOS for file in some)
+    documents = demo.decode(stream.tolist(), skip_special_tokens=False).split(corpus.BOS)[1:]
+    assert sorted(documents) == sorted(file.text + corpus.EOS for file in some)
 
 
 def test_held_out_prompts(demo: tokenizers.Tokenizer, held_out: list[SourceFile]) -> None:
@@ -104,22 +102,6 @@ def test_held_out_prompts(demo: tokenizers.Tokenizer, held_out: list[SourceFile]
 def test_demo_tokenizer_compresses_source(demo: tokenizers.Tokenizer, held_out: list[SourceFile]) -> None:
     text = "".join(file.text for file in held_out[:40])
     assert len(text) / len(demo.encode(text).ids) > 3.2
-
-
-def test_training_a_tokenizer(tmp_path: Path, held_out: list[SourceFile]) -> None:
-    texts = [file.text for file in held_out[:8]]
-    trained = bpe.train_tokenizer(texts, 400)
-    assert trained.get_vocab_size() == 400
-    assert [trained.token_to_id(token) for token in bpe.SPECIAL_TOKENS] == [0, 1, 2, 3]
-    assert trained.to_str() == bpe.train_tokenizer(texts, 400).to_str()
-    bpe.write_tokenizer(tmp_path, trained, model_max_length=64)
-    loaded = Tokenizer.from_dir(tmp_path)
-    assert loaded is not None
-    text = "\u4f60\n\n\t  \x00\r\n \U0001f600 def"
-    assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.eos_ids == (1,)
-    with pytest.raises(ConfigError, match="at least 260"):
-        bpe.train_tokenizer(texts, 259)
 
 
 def test_a_tokenizer_that_cuts_or_pads_texts_takes_them_whole(

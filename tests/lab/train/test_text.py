@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.lab.bench.corpus import SourceFile
+from mtp_jax.lab.bench.corpus import BOS, EOS, SourceFile
 from mtp_jax.lab.train.dialogues import dialogues
 from mtp_jax.lab.train.packages import read_packages, without_copies
 from mtp_jax.lab.train.recipe import Package, Recipe, Source, Stage
 from mtp_jax.lab.train.text import read_text
-from mtp_jax.text.bpe import BOS, EOS
 from mtp_jax.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[3] / "configs" / "demo"
