@@ -108,17 +108,17 @@ def run(
     synthetic_acceptance: of modes that draft, as the option of ``LLM``. Yields the report so far after every
     level. Raises ConfigError for loads that cannot be measured.
     """
-    modes = [m for m in MODES if m == "off" or m in modes]
+    used: list[Mode] = [m for m in MODES if m == "off" or m in modes]
     _check(load)
     most = max(load.concurrency)
     given = prompts_for(subject, max(map(load.requests_at, load.concurrency)), load.prompt_tokens)
     length = load.prompt_tokens + load.max_tokens + load.depth  # a step has equally many pages in every mode
     law = None if synthetic_acceptance is None else Law.of(synthetic_acceptance, load.depth)
-    engines = {
+    engines: dict[Mode, Engine] = {
         m: subject.engine(load.depth * (m in _DRAFTING), most, length, m == "adaptive", synthetic_acceptance)
-        for m in modes
+        for m in used
     }
-    note = _about(load, given.source, "control" in modes)
+    note = _about(load, given.source, "control" in used)
     headers = ("at a time", "MTP", "speed-up", "acceptance length", "same tokens", *HEADERS)
     title = f"Load: {subject.name}"
     rows: list[tuple[Any, ...]] = []
@@ -126,7 +126,7 @@ def run(
     exact = load.temperature == 0 and law is None
     for pending, level in zip(reversed(range(len(load.concurrency))), load.concurrency, strict=True):
         runs = _rounds(engines, given.ids[: load.requests_at(level)], load, level)
-        for mode in modes:
+        for mode in used:
             found = _figures(level, mode, runs, exact)
             figures.append(found)
             length_of = f"{found['acceptance_length']:.2f}"
@@ -162,7 +162,7 @@ def _rounds(
     engines: Mapping[Mode, Engine], prompts: Sequence[Sequence[int]], load: Load, level: int
 ) -> dict[Mode, list[Run]]:
     """Runs of every mode at one level, in turns that begin with another mode each; the first is dropped."""
-    modes = [*engines]
+    modes: list[Mode] = [*engines]
     runs: dict[Mode, list[Run]] = {m: [] for m in modes}
     for i in range(load.rounds + 1):
         for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:

@@ -68,7 +68,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, longest: int) -> list[
     return texts
 
 
-def _read(
+def _prompt_and_answer(
     kind: str, line: JsonObject, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Prompt and answer of a line of this kind, whose keys are taken out. Raises RequestError."""
@@ -91,7 +91,7 @@ def _text(line: object, tokenizer: Tokenizer, longest: int) -> Text:
     kinds = [key for key in ("messages", "prompt", "text") if key in rest]
     if len(kinds) != 1:
         raise RequestError(f"got the keys {', '.join(map(str, found)) or 'none'}; {_EXPECTED}")
-    prompt, answer = _read(kinds[0], rest, tokenizer)
+    prompt, answer = _prompt_and_answer(kinds[0], rest, tokenizer)
     known = declared(SamplingParams).keys() - {"n"}
     if wrong := [key for key in rest if key not in known]:
         raise RequestError(f"{wrong[0]!r:.40} is no option here; leave it out")
