@@ -23,7 +23,7 @@ from mtp_jax import LLM
 from mtp_jax.commands import cli
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.lab.bench import endpoint, traffic
-from mtp_jax.lab.bench.endpoint import Drafted, address
+from mtp_jax.lab.bench.endpoint import DraftCounts, address
 from tests.models import slowed
 from tests.serve.conftest import Running, start
 
@@ -295,9 +295,9 @@ def test_requests_come_at_their_time_whatever_became_of_others(bench: Bench):
 
 
 def test_drafts_of_a_server_that_began_anew_are_not_told():
-    before, after = Drafted(10, 30, 12, (8, 4)), Drafted(14, 42, 20, (12, 7, 1))
+    before, after = DraftCounts(10, 30, 12, (8, 4)), DraftCounts(14, 42, 20, (12, 7, 1))
     found = after.since(before)
-    assert found == Drafted(4, 12, 8, (4, 3))
+    assert found == DraftCounts(4, 12, 8, (4, 3))
     assert found
     assert found.acceptance_length == 3.0
     assert before.since(after) is None

@@ -15,11 +15,11 @@ from mtp_jax.decode.law import MARK
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.lab.bench.endpoint import (
-    Answer,
     Api,
-    Counts,
-    Drafted,
+    Counting,
+    DraftCounts,
     Endpoint,
+    Outcome,
     address,
     connect,
     drafted,
@@ -85,8 +85,8 @@ class Level:
 
     rate: float
     summary: Summary
-    answers: Sequence[Answer]
-    drafts: Drafted | None
+    answers: Sequence[Outcome]
+    drafts: DraftCounts | None
 
     @property
     def failures(self) -> Counter[str]:
@@ -99,7 +99,7 @@ class Level:
         return len(self.answers) - self.failures.total()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> Counting:
         """The least informative place of counts among complete answers."""
         return _least([a.counts for a in self.answers if not a.failure])
 
@@ -132,8 +132,8 @@ class Level:
         }
 
 
-def _least(counts: Sequence[Counts]) -> Counts:
-    return max(counts, key=get_args(Counts).index)
+def _least(counts: Sequence[Counting]) -> Counting:
+    return max(counts, key=get_args(Counting).index)
 
 
 async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], load: Load) -> Level:
@@ -142,7 +142,7 @@ async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], loa
     start = time.perf_counter()
     due = [start + after for after in schedule(len(prompts), rate, load.arrivals, load.seed)]
 
-    async def one(prompt: Prompt, at: float) -> Answer:
+    async def one(prompt: Prompt, at: float) -> Outcome:
         await sleep_until(at)
         return await endpoint.ask(prompt, at)
 
