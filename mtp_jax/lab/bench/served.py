@@ -34,7 +34,7 @@ _SHOWN_FAILURES = 5
 
 
 @dataclass(frozen=True)
-class Load:
+class ServerLoad:
     """Load on a server.
 
     Attributes:
@@ -53,7 +53,7 @@ class Load:
 
 
 def run(
-    url: str, api: Api, model: str | None, fields: JsonMapping, prompts: Prompts, load: Load
+    url: str, api: Api, model: str | None, fields: JsonMapping, prompts: Prompts, load: ServerLoad
 ) -> Iterator[Report]:
     """Measure level by level; yields the report so far after each.
 
@@ -67,7 +67,7 @@ def run(
     http = httpx2.AsyncClient(
         base_url=address(url), headers=headers, timeout=load.seconds, limits=limits, trust_env=False
     )
-    levels: list[Level] = []
+    levels: list[RateLevel] = []
     with asyncio.Runner() as runner:
         try:
             endpoint = runner.run(connect(http, api, model, fields, given[0]))
@@ -80,7 +80,7 @@ def run(
 
 
 @dataclass(frozen=True)
-class Level:
+class RateLevel:
     """Results of one rate."""
 
     rate: float
@@ -136,7 +136,7 @@ def _least(counts: Sequence[Counting]) -> Counting:
     return max(counts, key=get_args(Counting).index)
 
 
-async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], load: Load) -> Level:
+async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], load: ServerLoad) -> RateLevel:
     """Measure one rate; only complete answers count. Raises MtpJaxError if there is none."""
     before = await drafted(endpoint.http)
     start = time.perf_counter()
@@ -151,7 +151,7 @@ async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], loa
     whole = [a.timeline for a in answers if not a.failure]
     seconds = max((t.sent + t.end - start for t in whole if t.arrivals), default=0.0)
     drafts = after.since(before) if before and after else None
-    level = Level(rate, Summary.of(whole, seconds), answers, drafts)
+    level = RateLevel(rate, Summary.of(whole, seconds), answers, drafts)
     if not level.summary.requests:
         reasons = "; ".join(f"{n} x {why}" for why, n in level.failures.most_common(_SHOWN_FAILURES))
         raise MtpJaxError(f"no request at {rate:g} per second was answered: {reasons or 'without a token'}")
@@ -162,8 +162,8 @@ def _report(
     url: str,
     endpoint: Endpoint,
     prompts: Prompts,
-    load: Load,
-    levels: Sequence[Level],
+    load: ServerLoad,
+    levels: Sequence[RateLevel],
 ) -> Report:
     counted = {
         "chunks": "Tokens are the server's count in every chunk.",

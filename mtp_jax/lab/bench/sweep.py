@@ -31,7 +31,7 @@ _DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
 
 
 @dataclass(frozen=True)
-class Load:
+class SweepLoad:
     """The load of every mode.
 
     Attributes:
@@ -65,7 +65,7 @@ class Run:
     texts: list[list[int]]
 
 
-def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, concurrency: int) -> Run:
+def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: SweepLoad, concurrency: int) -> Run:
     """Complete every prompt, ``concurrency`` at a time: a new request begins when one ends."""
     params = [
         SamplingParams(temperature=load.temperature, max_tokens=load.max_tokens, ignore_eos=True)
@@ -101,7 +101,7 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
 
 
 def run(
-    subject: Subject, modes: Sequence[Mode], load: Load, synthetic_acceptance: Asked | None = None
+    subject: Subject, modes: Sequence[Mode], load: SweepLoad, synthetic_acceptance: Asked | None = None
 ) -> Iterator[Report]:
     """Measure all modes at every level, alternating; "off" is always among them, as the baseline.
 
