@@ -62,7 +62,7 @@ def test_random_prompts_have_the_lengths_asked_for():
     words = traffic.random_prompts(3, 4, 0.0, None, 0)
     assert [len(str(prompt).split(" ")) for prompt in words.all] == [4, 4, 4]
     assert words.source == "4 random words"
-    few = traffic.Prompts(["a", "b", "c"], "three")
+    few = traffic.Traffic(["a", "b", "c"], "three")
     taken = few.take(7, 0)
     assert sorted(map(str, taken[:6])) == ["a", "a", "b", "b", "c", "c"]
     assert taken == few.take(7, 0)
@@ -77,7 +77,7 @@ def sharegpt_file(folder: Path, *texts: str) -> Path:
 
 def test_files_of_prompts_are_read_and_others_refused(tmp_path: Path):
     path = sharegpt_file(tmp_path, "one", "", "two")
-    assert traffic.sharegpt(path) == traffic.Prompts(["one", "two"], "share.json, 2 prompts")
+    assert traffic.sharegpt(path) == traffic.Traffic(["one", "two"], "share.json, 2 prompts")
     system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
     lines = [
         {"question_id": 1, "category": "coding", "turns": ["first", "second"]},

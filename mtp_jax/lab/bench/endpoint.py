@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.lab.bench.latency import Timeline
-from mtp_jax.lab.bench.traffic import Prompt
+from mtp_jax.lab.bench.traffic import TrafficPrompt
 
 Api = Literal["completions", "chat"]
 # Places of a server's token counts: in every chunk, at the end of an answer, or nowhere.
@@ -56,7 +56,7 @@ class Endpoint:
     fields: JsonMapping
     counts: Counting = "chunks"
 
-    def body(self, prompt: Prompt) -> JsonObject:
+    def body(self, prompt: TrafficPrompt) -> JsonObject:
         """The body of a streamed request. Raises ConfigError for a prompt that the route does not take."""
         options: JsonObject = {"include_usage": True}
         if self.counts == "chunks":
@@ -70,7 +70,7 @@ class Endpoint:
             raise ConfigError("a chat takes no token ids; leave --vocabulary out, or give --api completions")
         return {**self.fields, **stream, "messages": told or [{"role": "user", "content": prompt}]}
 
-    async def ask(self, prompt: Prompt, due: float) -> Outcome:
+    async def ask(self, prompt: TrafficPrompt, due: float) -> Outcome:
         """Send a request, and measure times from ``due``, in seconds of ``perf_counter``."""
         answer, body = _AnswerReader(Timeline(due)), self.body(prompt)
         try:
@@ -178,7 +178,7 @@ def address(url: str) -> str:
 
 
 async def connect(
-    http: httpx2.AsyncClient, api: Api, model: str | None, fields: JsonMapping, prompt: Prompt
+    http: httpx2.AsyncClient, api: Api, model: str | None, fields: JsonMapping, prompt: TrafficPrompt
 ) -> Endpoint:
     """Find the model's name if none is given, and the place of token counts, by a request for one token.
 
@@ -187,7 +187,7 @@ async def connect(
     named = {"model": model or await _model(http), **fields}
     # A short prompt, so that a prompt too long for the server is a failure of its own request only.
     ids = [token for token in prompt if isinstance(token, int)][:1]
-    short: Prompt = ids or "Hello"
+    short: TrafficPrompt = ids or "Hello"
     for counts in get_args(Counting):  # each requests fewer counts
         one = await Endpoint(http, api, named | {"max_tokens": 1}, counts).ask(short, time.perf_counter())
         if not one.failure:

@@ -27,7 +27,7 @@ from mtp_jax.lab.bench.endpoint import (
 )
 from mtp_jax.lab.bench.latency import HEADERS, Summary, acceptance_per_position, row
 from mtp_jax.lab.bench.report import Report, forced
-from mtp_jax.lab.bench.traffic import Arrivals, Prompt, Prompts, schedule
+from mtp_jax.lab.bench.traffic import Arrivals, Traffic, TrafficPrompt, schedule
 
 KEY = "OPENAI_API_KEY"
 _SHOWN_FAILURES = 5
@@ -53,7 +53,7 @@ class ServerLoad:
 
 
 def run(
-    url: str, api: Api, model: str | None, fields: JsonMapping, prompts: Prompts, load: ServerLoad
+    url: str, api: Api, model: str | None, fields: JsonMapping, prompts: Traffic, load: ServerLoad
 ) -> Iterator[Report]:
     """Measure level by level; yields the report so far after each.
 
@@ -136,13 +136,15 @@ def _least(counts: Sequence[Counting]) -> Counting:
     return max(counts, key=get_args(Counting).index)
 
 
-async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], load: ServerLoad) -> RateLevel:
+async def _level(
+    endpoint: Endpoint, rate: float, prompts: Sequence[TrafficPrompt], load: ServerLoad
+) -> RateLevel:
     """Measure one rate; only complete answers count. Raises MtpJaxError if there is none."""
     before = await drafted(endpoint.http)
     start = time.perf_counter()
     due = [start + after for after in schedule(len(prompts), rate, load.arrivals, load.seed)]
 
-    async def one(prompt: Prompt, at: float) -> Outcome:
+    async def one(prompt: TrafficPrompt, at: float) -> Outcome:
         await sleep_until(at)
         return await endpoint.ask(prompt, at)
 
@@ -161,7 +163,7 @@ async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], loa
 def _report(
     url: str,
     endpoint: Endpoint,
-    prompts: Prompts,
+    prompts: Traffic,
     load: ServerLoad,
     levels: Sequence[RateLevel],
 ) -> Report:

@@ -80,14 +80,14 @@ def load(model: str, drafts: bool = True) -> Subject:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class EqualPrompts:
     """Prompts of equal length, and their origin."""
 
     ids: list[list[int]]
     source: str
 
 
-def prompts_for(subject: Subject, count: int, length: int) -> Prompts:
+def prompts_for(subject: Subject, count: int, length: int) -> EqualPrompts:
     """Prompts for the demo model: text held out of its training; for any other: random ids.
 
     Raises ConfigError if there is not enough text.
@@ -95,10 +95,10 @@ def prompts_for(subject: Subject, count: int, length: int) -> Prompts:
     if count < 1:
         raise ConfigError(f"{count} prompts; expected at least 1")
     if subject.name != DEMO:
-        return Prompts(random_prompts(subject.config, count, length), "random token ids, seed 0")
+        return EqualPrompts(random_prompts(subject.config, count, length), "random token ids, seed 0")
     tokenizer = Tokenizer.from_file(str(subject.directory / "tokenizer.json"))
     files = corpus.read_files()
     held_out = corpus.split(files).held_out
     ids = corpus.held_out_prompts(tokenizer, held_out, count, length)
     digest = corpus.fingerprint(files)[:12]
-    return Prompts(ids, f"standard library files held out of training, corpus {digest}")
+    return EqualPrompts(ids, f"standard library files held out of training, corpus {digest}")
