@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.json_object import JsonMapping, JsonObject
-from mtp_jax.lab.bench.cost import Work
+from mtp_jax.lab.bench.cost import LaunchCost
 from mtp_jax.lab.bench.machine import Peaks
 from mtp_jax.lab.bench.report import table
 from mtp_jax.lab.profiling.compiles import Compile
@@ -34,7 +34,7 @@ class Program:
     name: str
     launches: int
     seconds: float
-    work: Work
+    work: LaunchCost
     xla: Mapping[str, float]
     memory: Mapping[str, int]
 
