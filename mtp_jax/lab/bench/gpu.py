@@ -236,7 +236,7 @@ def _about(level: StepLevel, weights: int) -> str:
     return f"{weights / _GIB:.3g} GiB of weights, {level.rows:,} cached rows per slot, {mode}"
 
 
-def _figures(level: StepLevel, m: steps.Measured, touched: float, card: Gpu | None) -> JsonObject:
+def _figures(level: StepLevel, m: steps.MeasuredSteps, touched: float, card: Gpu | None) -> JsonObject:
     """Results of a level; card: None: its bandwidth is unknown."""
     return {
         "depth": level.depth,

@@ -25,7 +25,7 @@ from mtp_jax.lab.bench.endpoint import (
     drafted,
     sleep_until,
 )
-from mtp_jax.lab.bench.latency import HEADERS, Summary, acceptance_per_position, row
+from mtp_jax.lab.bench.latency import HEADERS, LatencySummary, acceptance_per_position, row
 from mtp_jax.lab.bench.report import Report, forced
 from mtp_jax.lab.bench.traffic import Arrivals, Traffic, TrafficPrompt, schedule
 
@@ -84,7 +84,7 @@ class RateLevel:
     """Results of one rate."""
 
     rate: float
-    summary: Summary
+    summary: LatencySummary
     answers: Sequence[Outcome]
     drafts: DraftCounts | None
 
@@ -153,7 +153,7 @@ async def _level(
     whole = [a.timeline for a in answers if not a.failure]
     seconds = max((t.sent + t.end - start for t in whole if t.arrivals), default=0.0)
     drafts = after.since(before) if before and after else None
-    level = RateLevel(rate, Summary.of(whole, seconds), answers, drafts)
+    level = RateLevel(rate, LatencySummary.of(whole, seconds), answers, drafts)
     if not level.summary.requests:
         reasons = "; ".join(f"{n} x {why}" for why, n in level.failures.most_common(_SHOWN_FAILURES))
         raise MtpJaxError(f"no request at {rate:g} per second was answered: {reasons or 'without a token'}")

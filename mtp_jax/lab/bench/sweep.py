@@ -15,7 +15,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench.latency import (
     HEADERS,
     PERCENTILES_NOTE,
-    Summary,
+    LatencySummary,
     Timeline,
     acceptance_per_position,
     row,
@@ -57,15 +57,17 @@ class SweepLoad:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModeRun:
     """One run of one mode: latencies, counts of drafts, and the tokens."""
 
-    summary: Summary
+    summary: LatencySummary
     speculation: Speculation
     texts: list[list[int]]
 
 
-def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: SweepLoad, concurrency: int) -> Run:
+def closed_loop(
+    engine: Engine, prompts: Sequence[Sequence[int]], load: SweepLoad, concurrency: int
+) -> ModeRun:
     """Complete every prompt, ``concurrency`` at a time: a new request begins when one ends."""
     params = [
         SamplingParams(temperature=load.temperature, max_tokens=load.max_tokens, ignore_eos=True)
@@ -93,8 +95,8 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: SweepLoa
             seen[request.id] = len(request.progress.output)
             if request.finished and waiting:
                 submit()
-    return Run(
-        Summary.of(list(lines.values()), time.perf_counter() - began),
+    return ModeRun(
+        LatencySummary.of(list(lines.values()), time.perf_counter() - began),
         sum((r.progress.speculation for r in requests), Speculation()),
         [r.progress.output for r in requests],
     )
@@ -160,17 +162,17 @@ def _about(load: Load, source: str, control: bool) -> str:
 
 def _rounds(
     engines: Mapping[Mode, Engine], prompts: Sequence[Sequence[int]], load: Load, level: int
-) -> dict[Mode, list[Run]]:
+) -> dict[Mode, list[ModeRun]]:
     """Runs of every mode at one level, in turns that begin with another mode each; the first is dropped."""
     modes = [*engines]
-    runs: dict[Mode, list[Run]] = {m: [] for m in modes}
+    runs: dict[Mode, list[ModeRun]] = {m: [] for m in modes}
     for i in range(load.rounds + 1):
         for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
             runs[mode].append(closed_loop(engines[mode], prompts, load, level))
     return {mode: done[1:] for mode, done in runs.items()}
 
 
-def _figures(level: int, mode: Mode, runs: Mapping[Mode, list[Run]], exact: bool) -> JsonObject:
+def _figures(level: int, mode: Mode, runs: Mapping[Mode, list[ModeRun]], exact: bool) -> JsonObject:
     """exact: whether the tokens of all modes must be the same."""
     own, plain = runs[mode], runs["off"]
     spec = sum((r.speculation for r in own), Speculation())
