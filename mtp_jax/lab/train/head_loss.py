@@ -91,7 +91,7 @@ class Drafted(NamedTuple):
     counts: Bool[Array, " R"]
 
 
-class Aux(NamedTuple):
+class HeadFigures(NamedTuple):
     """Figures of every draft, means over rows, [K].
 
     Attributes:
@@ -107,7 +107,7 @@ class Aux(NamedTuple):
     overlap: Float[Array, " K"]
 
 
-def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tuple[Array, Aux]:
+def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tuple[Array, HeadFigures]:
     """The mean objective over drafts, weighted by ``decay``, and its figures.
 
     trained: the arrays of ``params.drafts`` that learn, None in the other places.
@@ -121,7 +121,7 @@ def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tup
             total = jnp.maximum(drafted.counts.sum(), 1)
             found.append(jnp.where(drafted.counts, value, 0).sum() / total)
     weights = task.decay ** jnp.arange(len(losses))
-    aux = Aux(*map(jnp.stack, (losses, accepted, overlaps)))
+    aux = HeadFigures(*map(jnp.stack, (losses, accepted, overlaps)))
     return (weights * aux.losses).sum() / weights.sum(), jax.lax.stop_gradient(aux)
 
 
