@@ -24,7 +24,7 @@ _REFUSAL_CHARACTERS = 200  # characters of a refusal that are shown: it may be a
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Answered:
     """The outcome of a request.
 
     Attributes:
@@ -70,14 +70,14 @@ class Endpoint:
             raise ConfigError("a chat takes no token ids; leave --vocabulary out, or give --api completions")
         return {**self.fields, **stream, "messages": told or [{"role": "user", "content": prompt}]}
 
-    async def ask(self, prompt: TrafficPrompt, due: float) -> Outcome:
+    async def ask(self, prompt: TrafficPrompt, due: float) -> Answered:
         """Send a request, and measure times from ``due``, in seconds of ``perf_counter``."""
         answer, body = _AnswerReader(Timeline(due)), self.body(prompt)
         try:
             async with self.http.stream("POST", _ROUTES[self.api], json=body) as response:
                 if response.status_code != 200:
                     said = (await response.aread()).decode(errors="replace")
-                    return Outcome(answer.timeline, failure=f"{response.status_code}: {_refusal(said)}")
+                    return Answered(answer.timeline, failure=f"{response.status_code}: {_refusal(said)}")
                 async for at, data in _events(response):
                     answer.take(at, data)
         except (
@@ -88,7 +88,7 @@ class Endpoint:
             AttributeError,
             RecursionError,
         ) as error:
-            return Outcome(answer.timeline, failure=f"{type(error).__name__}: {error}".rstrip(": "))
+            return Answered(answer.timeline, failure=f"{type(error).__name__}: {error}".rstrip(": "))
         return answer.close()
 
 
@@ -124,7 +124,7 @@ class _AnswerReader:
                 self.timeline.add(at, tokens - self.counted)
             self.counted = tokens
 
-    def close(self) -> Outcome:
+    def close(self) -> Answered:
         """Spread tokens that no chunk counted evenly over the chunks; without any count each chunk is one."""
         chunks = len(self.texts)
         if not self.by_chunk:
@@ -134,7 +134,7 @@ class _AnswerReader:
         # A single chunk has all tokens, by any count.
         counts = "none" if not self.counted else "chunks" if self.by_chunk or chunks < 2 else "answers"
         failure = self.failure or ("" if self.ended else "the stream ended before the answer did")
-        return Outcome(self.timeline, self.prompt_tokens, counts, failure)
+        return Answered(self.timeline, self.prompt_tokens, counts, failure)
 
 
 def _says(choice: JsonMapping) -> bool:

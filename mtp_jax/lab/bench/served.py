@@ -15,11 +15,11 @@ from mtp_jax.decode.law import MARK
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.lab.bench.endpoint import (
+    Answered,
     Api,
     Counting,
     DraftCounts,
     Endpoint,
-    Outcome,
     address,
     connect,
     drafted,
@@ -85,7 +85,7 @@ class RateLevel:
 
     rate: float
     summary: LatencySummary
-    answers: Sequence[Outcome]
+    answers: Sequence[Answered]
     drafts: DraftCounts | None
 
     @property
@@ -144,7 +144,7 @@ async def _level(
     start = time.perf_counter()
     due = [start + after for after in schedule(len(prompts), rate, load.arrivals, load.seed)]
 
-    async def one(prompt: TrafficPrompt, at: float) -> Outcome:
+    async def one(prompt: TrafficPrompt, at: float) -> Answered:
         await sleep_until(at)
         return await endpoint.ask(prompt, at)
 

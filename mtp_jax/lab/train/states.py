@@ -31,7 +31,7 @@ _WAVES = 8
 
 
 @struct.dataclass
-class Windows:
+class StateWindows:
     """Windows of a stream.
 
     Attributes:
@@ -139,13 +139,13 @@ class StateStream:
         """Number of tokens in answers."""
         return int(self._small["answer"].sum())
 
-    def windows(self, starts: np.ndarray, length: int, anchors: np.ndarray) -> Windows:
+    def windows(self, starts: np.ndarray, length: int, anchors: np.ndarray) -> StateWindows:
         """Windows of ``length`` tokens that begin at ``starts``."""
         spans = [range(start, start + length) for start in map(int, starts)]
         small = {name: np.stack([a[s.start : s.stop] for s in spans]) for name, a in self._small.items()}
         states = {k: np.stack([self._read(_name(k), span) for span in spans]) for k in self._names}
         given: Any = (small["tokens"], small["text"], small["answer"], states, anchors)
-        return Windows(*given)
+        return StateWindows(*given)
 
     def _read(self, name: str, span: range) -> np.ndarray:
         parts = []

@@ -32,7 +32,7 @@ from mtp_jax.lab.train.recipe import Descent
 from mtp_jax.lab.train.report import Panel, RunReporter, plot_losses
 from mtp_jax.lab.train.run import TrainingRun, check_same_run, checked
 from mtp_jax.lab.train.start import Start, begin
-from mtp_jax.lab.train.states import StateStream, Windows, write_states
+from mtp_jax.lab.train.states import StateStream, StateWindows, write_states
 from mtp_jax.lab.train.step import TrainState
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.params import Params
@@ -237,7 +237,7 @@ def _learn(given: Given, task: Task, start: Start) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _step(
-    task: Task, descent: Descent, steps: int, state: TrainState, fixed: Params, windows: Windows
+    task: Task, descent: Descent, steps: int, state: TrainState, fixed: Params, windows: StateWindows
 ) -> tuple[TrainState, HeadFigures, jax.Array]:
     """One of ``steps`` steps. Returns (state, figures, the gradient's norm)."""
     grads, aux = jax.grad(objective, has_aux=True)(state.params, fixed, task, windows)
@@ -248,11 +248,11 @@ def _step(
 
 
 @partial(jax.jit, static_argnums=0)
-def _figures(task: Task, trained: Any, fixed: Params, windows: Windows) -> HeadFigures:
+def _figures(task: Task, trained: Any, fixed: Params, windows: StateWindows) -> HeadFigures:
     return objective(trained, fixed, task, windows)[1]
 
 
-def _windows(given: Given, task: Task, stream: StateStream, step: int) -> Windows:
+def _windows(given: Given, task: Task, stream: StateStream, step: int) -> StateWindows:
     """The windows of a step: a pure function of seed and step."""
     o = given.options
     places = batch_at(np.arange(len(stream)), o.window, task.extra, o.windows, (o.seed,), step)
@@ -261,7 +261,7 @@ def _windows(given: Given, task: Task, stream: StateStream, step: int) -> Window
 
 def _cut(
     given: Given, task: Task, stream: StateStream, starts: np.ndarray, length: int, number: int
-) -> Windows:
+) -> StateWindows:
     """Windows on their devices. Blocks, if the head drafts blocks, follow about every token once."""
     blocks = length // task.drafts if isinstance(task.head, Blocks) else 0
     random = np.random.default_rng((given.options.seed, number))
