@@ -17,7 +17,7 @@ from mtp_jax.model.layers import gated
 from mtp_jax.model.moe import Routing, Weight
 from mtp_jax.model.narrow import flat, nbytes
 from mtp_jax.model.products import cpu_lanes
-from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, multiply, sum_lanes
+from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, LeadPlaces, Pick, multiply, sum_lanes
 
 # ``by_pair`` is faster up to this number of pairs per expert, for experts that fit a core's cache, and for
 # larger experts.
@@ -82,7 +82,7 @@ def by_pair(
 def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) -> Float[Array, "p *o"]:
     """``w[expert[p]] @ x[p]`` in float32."""
     (pairs, _), outputs = x.shape, math.prod(w.shape[1:-1])
-    spread = Spread((pairs, outputs), (0, 1), (0,))
+    spread = LeadPlaces((pairs, outputs), (0, 1), (0,))
     products = multiply(w, (-1, outputs), _picked(expert, (1, 2)), x.astype(jnp.float32), spread)
     return sum_lanes(products).reshape(pairs, *w.shape[1:-1])
 
@@ -93,7 +93,7 @@ def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k 
     Output features are outermost: the weights that the rows read for one of them stay in the nearest cache.
     """
     (rows, k), outputs = experts.shape, w.shape[1]
-    spread, total = Spread((outputs, rows), (0, 1), (1,)), jnp.zeros((), jnp.float32)
+    spread, total = LeadPlaces((outputs, rows), (0, 1), (1,)), jnp.zeros((), jnp.float32)
     for j in range(k):
         pick = _picked(experts[:, j], (0, 2))
         total += multiply(w, (-1, outputs), pick, x[:, j], spread, SLICES // k)

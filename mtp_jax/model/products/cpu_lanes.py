@@ -53,9 +53,9 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
     tiles, x = outputs // tile, x.astype(jnp.float32)
     if rows == 1:
         # The weight has this dimension from the beginning, or every slice would add it anew.
-        lead, spread, x = (-1, tiles, 1, tile), Spread((1, tiles, 1, tile), (0, 1, 2, 3), ()), x[0]
+        lead, spread, x = (-1, tiles, 1, tile), LeadPlaces((1, tiles, 1, tile), (0, 1, 2, 3), ()), x[0]
     else:
-        lead, spread = (-1, tiles, tile), Spread((1, tiles, rows, tile), (0, 1, 3), (2,))
+        lead, spread = (-1, tiles, tile), LeadPlaces((1, tiles, rows, tile), (0, 1, 3), (2,))
     own, at = (w.stack, w.at) if isinstance(w, InStack) else (w, None)
 
     def pick(a: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
     return sum_lanes(multiply(own, lead, pick, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
 
 
-class Spread(NamedTuple):
+class LeadPlaces(NamedTuple):
     """Places of two factors' leading dimensions in their product.
 
     Attributes:
@@ -86,7 +86,7 @@ def multiply(
     lead: tuple[int, ...],
     pick: Pick,
     x: Float[Array, "*b i"],
-    spread: Spread,
+    spread: LeadPlaces,
     slices: int = SLICES,
 ) -> Float[Array, "*c l"]:
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
