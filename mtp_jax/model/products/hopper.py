@@ -24,7 +24,7 @@ from mtp_jax.model.params import Mlp, Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.plain import Products, Reader, Readers, Split, Weight
-from mtp_jax.model.products.stream import Parts, Result, Stream, parts, plus, stream, summed
+from mtp_jax.model.products.stream import Parts, PendingResidual, Result, parts, plus, stream, summed
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 PARTS = frozenset(("linear", "experts", "attention"))
@@ -86,7 +86,7 @@ class HopperProducts(Products):
 
     def norm(
         self, x: Any, weight: Float[Array, " D"], eps: float, readers: Readers = ()
-    ) -> tuple[Stream, HopperRows | Float[Array, "B W D"]]:
+    ) -> tuple[PendingResidual, HopperRows | Float[Array, "B W D"]]:
         """The stream with its addends summed, and normed, quantised for the readers that take it so.
 
         Without addends a kernel's norm returns the stream as it came.
@@ -96,7 +96,7 @@ class HopperProducts(Products):
         taken = [self.takes(reader, x.dtype) for reader in readers]
         if not any(taken) or not all(can(norms.check, shape[-1], a.values.dtype) for a in given):
             total = plus(x, added)
-            return Stream(total, ()), rms_norm(total, weight, eps)
+            return PendingResidual(total, ()), rms_norm(total, weight, eps)
         also_plain = not all(taken)
 
         def local(weight, *given):
@@ -119,11 +119,11 @@ class HopperProducts(Products):
             run = sharded(local, self.mesh, specs, out)
             whole, quantised = run(weight, *(a.values for a in given))
         normed = HopperRows(shape, whole[-1] if also_plain else None, quantised)
-        return Stream(whole[0] if added else x, ()), normed
+        return PendingResidual(whole[0] if added else x, ()), normed
 
-    def add(self, x: Any, *outs: Result) -> Stream:
+    def add(self, x: Any, *outs: Result) -> PendingResidual:
         """Keep results beside the stream, for the next norm to sum and to add."""
-        return Stream(constrain(summed(stream(x).x), self.mesh, "slots", None, None), outs)
+        return PendingResidual(constrain(summed(stream(x).x), self.mesh, "slots", None, None), outs)
 
     def tap(self, x: Any) -> Float[Array, "B W D"]:
         """The stream with everything left to be added."""

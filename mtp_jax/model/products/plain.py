@@ -19,7 +19,7 @@ from mtp_jax.model.sharding import constrain, ways
 
 Split = Literal["out", "in"]
 Weight = Float[Array, "*o i"] | Narrow
-Stream = Any
+Residual = Any
 """The residual stream [B, W, D] between two stages: an array at first, then in the products' own form."""
 Rows = Any
 """The rows that a norm hands to products: [B, W, D], in the products' own form."""
@@ -51,20 +51,20 @@ class Products:
     # The residual stream
 
     def norm(
-        self, x: Stream, weight: Float[Array, " D"], eps: float, readers: Readers = ()
-    ) -> tuple[Stream, Rows]:
+        self, x: Residual, weight: Float[Array, " D"], eps: float, readers: Readers = ()
+    ) -> tuple[Residual, Rows]:
         """Return the stream, and its rows normed for ``readers``."""
         return x, rms_norm(x, weight, eps)
 
-    def add(self, x: Stream, *outs: Result) -> Stream:
+    def add(self, x: Residual, *outs: Result) -> Residual:
         """The stream with the results of a stage."""
         return constrain(x + functools.reduce(jnp.add, map(summed, outs)), self.mesh, "slots", None, None)
 
-    def tap(self, x: Stream) -> Float[Array, "B W D"]:
+    def tap(self, x: Residual) -> Float[Array, "B W D"]:
         """The stream as an array."""
         return x
 
-    def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
+    def finish(self, x: Residual, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""
         return rms_norm(x, weight, eps)
 

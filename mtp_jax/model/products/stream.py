@@ -44,7 +44,7 @@ Result = Float[Array, "B W D"] | Parts
 """The result of a product."""
 
 
-class Stream(NamedTuple):
+class PendingResidual(NamedTuple):
     """The residual stream, and the last block's output, still to be added: a norm adds for nothing.
 
     Attributes:
@@ -56,9 +56,9 @@ class Stream(NamedTuple):
     added: tuple[Result, ...]
 
 
-def stream(x: Any) -> Stream:
-    """A ``Stream`` of an array, at the first stage, or of a ``Stream`` as it is."""
-    return x if isinstance(x, Stream) else Stream(x, ())
+def stream(x: Any) -> PendingResidual:
+    """A ``PendingResidual`` of an array, at the first stage, or of a ``PendingResidual`` as it is."""
+    return x if isinstance(x, PendingResidual) else PendingResidual(x, ())
 
 
 def parts(x: Result, mesh: Mesh | None) -> Parts:
