@@ -19,6 +19,7 @@ from mtp_jax.model.narrow import (
     Bf16,
     Fp8,
     InStack,
+    Matrix,
     Narrow,
     bf16_of_bits,
     e4m3_of_bits,
@@ -34,7 +35,6 @@ CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
 
-Weight = Float[Array, "*o i"] | Narrow
 Pick = Callable[[jax.Array], jax.Array]
 
 
@@ -82,7 +82,7 @@ class LeadPlaces(NamedTuple):
 
 
 def multiply(
-    w: Weight,
+    w: Matrix,
     lead: tuple[int, ...],
     pick: Pick,
     x: Float[Array, "*b i"],
@@ -121,7 +121,7 @@ def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
 
 
 def _read(
-    w: Weight, lead: tuple[int, ...]
+    w: Matrix, lead: tuple[int, ...]
 ) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
     """A weight's numbers for a slice of inputs, their conversion to float32, and a block's scales [*lead, 1].
 
