@@ -66,7 +66,7 @@ from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.hopper import PARTS, HopperProducts
 from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
-from mtp_jax.model.products.stream import Parts, Result, summed
+from mtp_jax.model.products.stream import Parts, ProductResult, summed
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.stack import alike, parts, stacked
 
@@ -225,7 +225,7 @@ class Backend:
         """The input of a sublayer before its norm; x: an array."""
         return x if p is None else hyper.enter(x, p, cfg, self.products.exactly)[1]
 
-    def left(self, x: Residual, *outs: Result) -> Residual:
+    def left(self, x: Residual, *outs: ProductResult) -> Residual:
         """The stream with a sublayer's result added, or each of several streams."""
         if not isinstance(x, hyper.Entered):
             return self.products.add(x, *outs)

@@ -49,7 +49,7 @@ class NextN:
         return self.token_norm, self.hidden_norm, self.merge, self.stream_merge, *self.layer.entries
 
 
-class Names(NamedTuple):
+class TrunkNames(NamedTuple):
     """Names of the trunk's tensors beside its layers."""
 
     embed: str
@@ -57,11 +57,11 @@ class Names(NamedTuple):
     head: str
 
 
-TRUNK = Names("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-TRUNK_V4 = Names("embed.weight", "norm.weight", "head.weight")
+TRUNK = TrunkNames("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+TRUNK_V4 = TrunkNames("embed.weight", "norm.weight", "head.weight")
 
 
-def trunk_names(cfg: ModelConfig) -> Names:
+def trunk_names(cfg: ModelConfig) -> TrunkNames:
     """The names that a model's files have."""
     return TRUNK_V4 if cfg.compressed else TRUNK
 

@@ -24,7 +24,7 @@ from mtp_jax.model.params import Mlp, Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.plain import Products, Reader, Readers, Split
-from mtp_jax.model.products.stream import Parts, PendingResidual, Result, parts, plus, stream, summed
+from mtp_jax.model.products.stream import Parts, PendingResidual, ProductResult, parts, plus, stream, summed
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 PARTS = frozenset(("linear", "experts", "attention"))
@@ -121,7 +121,7 @@ class HopperProducts(Products):
         normed = HopperRows(shape, whole[-1] if also_plain else None, quantised)
         return PendingResidual(whole[0] if added else x, ()), normed
 
-    def add(self, x: Any, *outs: Result) -> PendingResidual:
+    def add(self, x: Any, *outs: ProductResult) -> PendingResidual:
         """Keep results beside the stream, for the next norm to sum and to add."""
         return PendingResidual(constrain(summed(stream(x).x), self.mesh, "slots", None, None), outs)
 
@@ -162,7 +162,7 @@ class HopperProducts(Products):
             return super().linear(e4m3.plain(x), w, split=split)
         return self._multiplied(x, w, split, left=False)
 
-    def result(self, x: Any, w: Matrix, *, split: Split | None = None) -> Result:
+    def result(self, x: Any, w: Matrix, *, split: Split | None = None) -> ProductResult:
         """A product whose parts and padding a kernel may leave to its reader."""
         over_model = split == "in" and ways("heads", self.mesh) > 1
         if over_model or not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from mtp_jax.model.layers import gated, rms_norm
 from mtp_jax.model.narrow import Bf16, Matrix, Table, expand
 from mtp_jax.model.params import Layer, Mlp, Moe
-from mtp_jax.model.products.stream import Result, summed
+from mtp_jax.model.products.stream import ProductResult, summed
 from mtp_jax.model.sharding import constrain, ways
 
 Split = Literal["out", "in"]
@@ -55,7 +55,7 @@ class Products:
         """Return the stream, and its rows normed for ``readers``."""
         return x, rms_norm(x, weight, eps)
 
-    def add(self, x: Residual, *outs: Result) -> Residual:
+    def add(self, x: Residual, *outs: ProductResult) -> Residual:
         """The stream with the results of a stage."""
         return constrain(x + functools.reduce(jnp.add, map(summed, outs)), self.mesh, "slots", None, None)
 
@@ -80,7 +80,7 @@ class Products:
         """
         return self.product(x, w, x.dtype)
 
-    def result(self, x: Rows, w: Matrix, *, split: Split | None = None) -> Result:
+    def result(self, x: Rows, w: Matrix, *, split: Split | None = None) -> ProductResult:
         """``linear`` for a reader that takes its result as a kernel leaves it."""
         return self.linear(x, w, split=split)
 
