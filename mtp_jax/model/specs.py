@@ -97,7 +97,7 @@ class Params:
         return self.embed if self.head is None else self.head
 
     @property
-    def drafts(self) -> "Drafting":
+    def drafts(self) -> "DraftLayers":
         """The parameters that draft."""
         return self.nextn, self.drafter
 
@@ -106,7 +106,7 @@ class Params:
         """Whether there are parameters that draft."""
         return bool(self.nextn) or self.drafter is not None
 
-    def with_drafts(self, drafts: "Drafting" = ((), None)) -> "Params":
+    def with_drafts(self, drafts: "DraftLayers" = ((), None)) -> "Params":
         """The same trunk with other parameters that draft; without an argument it has none."""
         return replace(self, nextn=drafts[0], drafter=drafts[1])
 
@@ -145,7 +145,7 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     )
 
 
-Drafting = tuple[tuple[NextN, ...], HeadTree | None]
+DraftLayers = tuple[tuple[NextN, ...], HeadTree | None]
 """NextN layers and a draft head, of which a model has one kind or none."""
 
 
