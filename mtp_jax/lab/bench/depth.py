@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_jax.decode.law import Asked
+from mtp_jax.decode.law import Acceptance
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ def run(
     prompts: int,
     prompt_tokens: int,
     max_tokens: int,
-    synthetic_acceptance: Asked | None = None,
+    synthetic_acceptance: Acceptance | None = None,
 ) -> Report:
     """Decode the same prompts at each temperature and depth, each depth against depth 0 of its temperature.
 

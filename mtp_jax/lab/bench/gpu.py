@@ -17,7 +17,7 @@ from mtp_jax.api.local import make_runner
 from mtp_jax.checkpoint import formats_kept
 from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.launches import ReleaseCache
-from mtp_jax.decode.law import Asked
+from mtp_jax.decode.law import Acceptance
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.config import Dtype, EngineConfig, KernelChoice
 from mtp_jax.errors import ConfigError
@@ -61,7 +61,7 @@ class StepLoad:
     depths: Sequence[int]
     slots: Sequence[int]
     rows: int | None = None
-    acceptance: Asked = ACCEPTANCE
+    acceptance: Acceptance = ACCEPTANCE
     steps: int = 200
     sampled: bool = False
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from mtp_jax import checkpoint
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import local_engine
-from mtp_jax.decode.law import Asked
+from mtp_jax.decode.law import Acceptance
 from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
@@ -38,7 +38,7 @@ class Subject:
         slots: int,
         max_model_len: int,
         adaptive: bool = False,
-        synthetic_acceptance: Asked | None = None,
+        synthetic_acceptance: Acceptance | None = None,
     ) -> Engine:
         """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
 

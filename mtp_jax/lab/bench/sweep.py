@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from mtp_jax.api.session import Session
-from mtp_jax.decode.law import Asked, Law
+from mtp_jax.decode.law import Acceptance, Law
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
@@ -103,7 +103,7 @@ def closed_loop(
 
 
 def run(
-    subject: Subject, modes: Sequence[Mode], load: SweepLoad, synthetic_acceptance: Asked | None = None
+    subject: Subject, modes: Sequence[Mode], load: SweepLoad, synthetic_acceptance: Acceptance | None = None
 ) -> Iterator[Report]:
     """Measure all modes at every level, alternating; "off" is always among them, as the baseline.
 
