@@ -23,7 +23,7 @@ from mtp_jax.errors import ConfigError, EngineStopped, RequestError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
 from mtp_jax.model.params import Params, shapes
-from mtp_jax.model.specs import Drafting
+from mtp_jax.model.specs import DraftLayers
 
 Tag = Literal["weights", "draft", "cache"]
 """Parts of memory that can be released: the trunk's weights, the drafter's, the cache."""
@@ -200,5 +200,5 @@ def drafting(params: Params, num_speculative_tokens: int) -> Params:
     return params if num_speculative_tokens else params.with_drafts()
 
 
-def _part(params: Params, tag: Tag) -> Params | Drafting:
+def _part(params: Params, tag: Tag) -> Params | DraftLayers:
     return params.drafts if tag == "draft" else params.with_drafts()

@@ -41,7 +41,7 @@ from mtp_jax.model.narrow import nbytes
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
 
-Conversation = Sequence[JsonMapping]
+ChatMessages = Sequence[JsonMapping]
 
 
 class LLM:
@@ -159,7 +159,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: ChatMessages | Sequence[ChatMessages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
@@ -182,7 +182,7 @@ class LLM:
             raise RequestError("the model directory has no tokenizer; use generate with token ids")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         render, more = self.tokenizer.apply_chat_template, chat_template_kwargs or {}
-        texts = (render(cast(Conversation, c), tools, **more) for c in conversations)
+        texts = (render(cast(ChatMessages, c), tools, **more) for c in conversations)
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params)
 

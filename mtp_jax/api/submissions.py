@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.completions import PromptState
 from mtp_jax.api.stream import Stream
-from mtp_jax.api.thread import Update
+from mtp_jax.api.thread import PromptUpdate
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 
@@ -62,7 +62,7 @@ class Submissions:
         """Release the room of further requests of a prompt that have left the queue."""
         self.admission.release(self._by_prompt[state].reservation, requests)
 
-    def deliver(self, updates: Sequence[Update]) -> None:
+    def deliver(self, updates: Sequence[PromptUpdate]) -> None:
         """Hand the outputs of a step to the streams."""
         for state, output in updates:
             self._by_prompt[state].deliver(output)

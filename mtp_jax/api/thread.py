@@ -15,7 +15,7 @@ from mtp_jax.engine.engine import Engine
 
 _LOG = logging.getLogger(__name__)
 
-Update = tuple[PromptState, RequestOutput]
+PromptUpdate = tuple[PromptState, RequestOutput]
 
 
 class EngineThread:
@@ -29,7 +29,7 @@ class EngineThread:
         self,
         engine: Engine,
         admitted: Callable[[PromptState, int], None],
-        updated: Callable[[Sequence[Update]], None],
+        updated: Callable[[Sequence[PromptUpdate]], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """Take functions, which are called on this thread.

@@ -57,7 +57,7 @@ def register(subparsers: Subparsers) -> None:
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchWork:
     """Lines of a file to answer.
 
     Attributes:
@@ -75,7 +75,7 @@ class Work:
     report: "Reporter"
 
 
-def run(args: argparse.Namespace, answer: "Callable[[Work], str] | None" = None) -> int:
+def run(args: argparse.Namespace, answer: "Callable[[BatchWork], str] | None" = None) -> int:
     """Answer the file. Returns the exit status: 1 if a line failed in this run or an earlier one.
 
     answer: answers the lines and returns a summary; None: an engine in this process does.
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, answer: "Callable[[Work], str] | None" = None)
         show.note(f"{before.done} of {lines} requests done before")
     counts = batch_file.Counts()
     try:
-        work = Work(args, settings, lines - before.done, counts, reporter(args))
+        work = BatchWork(args, settings, lines - before.done, counts, reporter(args))
         return _end(args, (answer or _answer_here)(work), counts)
     except KeyboardInterrupt:
         if not args.quiet:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, answer: "Callable[[Work], str] | None" = None)
         raise
 
 
-def _answer_here(work: Work) -> str:
+def _answer_here(work: BatchWork) -> str:
     """Answer the lines by an engine in this process. Returns a summary."""
     llm = open_llm(work.args, work.report, SLOTS)
     from mtp_jax.api.async_llm import AsyncLLM
@@ -130,7 +130,7 @@ def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
     return 1 if counts.failed or counts.failed_before else 0
 
 
-async def _answer(work: Work, allm: "AsyncLLM", in_flight: int) -> float:
+async def _answer(work: BatchWork, allm: "AsyncLLM", in_flight: int) -> float:
     """Answer the lines, and count them. Returns seconds."""
     from mtp_jax.commands import batch_file
     from serve.http.app import make_app

@@ -27,7 +27,7 @@ _MOST = 15
 
 
 @dataclass(frozen=True)
-class Measured:
+class Medians:
     """Medians over the runs of one side.
 
     Attributes:
@@ -102,8 +102,8 @@ def compare(
     return 1 if same is False and llm.engine.config.dtype == "float32" else status
 
 
-def _measured(depth: int, outputs: "list[RequestOutput]") -> Measured:
-    return Measured(
+def _measured(depth: int, outputs: "list[RequestOutput]") -> Medians:
+    return Medians(
         depth,
         statistics.median(map(show.decode_rate, outputs)),
         statistics.median(o.timing.first_token or 0.0 for o in outputs),
@@ -114,8 +114,8 @@ def _measured(depth: int, outputs: "list[RequestOutput]") -> Measured:
 
 def _lines(
     name: str,
-    fast: Measured,
-    slow: Measured,
+    fast: Medians,
+    slow: Medians,
     runs: "list[list[RequestOutput]]",
     verdict: str,
     temperature: float,

@@ -12,7 +12,7 @@ from mtp_jax.errors import ConfigError
 
 MARK = "SYNTHETIC"
 
-Asked = int | float | str | Sequence[float]
+Acceptance = int | float | str | Sequence[float]
 """An acceptance length, the name of a golden one, or shares of steps that keep each draft."""
 
 # Acceptance lengths at 1, 2, ... drafts that InferenceX has its submissions force: of real drafts, for the
@@ -51,7 +51,7 @@ class Law:
     shares: tuple[float, ...]
 
     @classmethod
-    def of(cls, asked: Asked, drafts: int) -> "Law":
+    def of(cls, asked: Acceptance, drafts: int) -> "Law":
         """The law for steps of ``drafts`` drafts. Raises ConfigError.
 
         A length L counts the model's own token. Its law has the least variance: with L - 1 = n + f, n drafts

@@ -9,7 +9,7 @@ the tokens up to its end alone, and are all that a sequence needs to go on from 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,9 @@ from jaxtyping import Array, Bool, Int
 from mtp_jax.decode.arrays import SamplingState, SlotRow
 from mtp_jax.decode.expert_counts import ExpertCounts
 from mtp_jax.model.cache import WindowCache
+from mtp_jax.model.spec import Tree
 from mtp_jax.model.trunk import Caches
 from mtp_jax.model.visible import MAX_AHEAD
-
-Tree = TypeVar("Tree")
 
 # Declared without jax, which flax imports: not by `flax.struct`.
 jax.tree_util.register_dataclass(SlotRow)

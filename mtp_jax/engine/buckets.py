@@ -42,7 +42,7 @@ SIZES = Sizes()
 
 
 @dataclass(frozen=True)
-class Prompts:
+class ChunkPrompts:
     """The prompts of a chunk: some requests of each data shard, and ``tokens`` tokens of each."""
 
     tokens: int
@@ -51,9 +51,9 @@ class Prompts:
     def __iter__(self) -> Iterator[Request]:
         return chain.from_iterable(self.requests)
 
-    def first(self, most: int) -> "Prompts":
+    def first(self, most: int) -> "ChunkPrompts":
         """The first ``most`` prompts of each shard."""
-        return Prompts(self.tokens, [some[:most] for some in self.requests])
+        return ChunkPrompts(self.tokens, [some[:most] for some in self.requests])
 
     def rows(self, prompts: int) -> list[Request | None]:
         """Requests by row of a chunk that takes ``prompts`` prompts per shard; None: an idle row."""
@@ -79,7 +79,7 @@ class Buckets:
 
     # A piece of work
 
-    def next_prompts(self, waiting: Sequence[Sequence[Request]]) -> Prompts | None:
+    def next_prompts(self, waiting: Sequence[Sequence[Request]]) -> ChunkPrompts | None:
         """The waiting requests of each data shard to prefill now: the first, and requests like it.
 
         Chunks of other lengths wait: they would be padded, or cut. None if no request waits.
@@ -88,13 +88,13 @@ class Buckets:
         if not tokens:
             return None
         alike = [[*w[:1], *(r for r in w[1:] if self._next_chunk(r) == tokens)] for w in waiting]
-        return Prompts(tokens, alike).first(self._together(tokens))
+        return ChunkPrompts(tokens, alike).first(self._together(tokens))
 
     def step(
         self,
         running: Sequence[Request],
         depth: int,
-        prompts: Prompts | None = None,
+        prompts: ChunkPrompts | None = None,
         kept: int | None = None,
     ) -> StepKey:
         """The smallest key for a step of ``depth`` drafts over these requests and prompts.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mtp_jax.decode.keys import MAX_DRAFTS, Drafting, TreeShape
-from mtp_jax.decode.law import Asked, Law
+from mtp_jax.decode.law import Acceptance, Law
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import DEFAULT_PAGE
 from mtp_jax.options import check, documented, narrowed, option
@@ -129,7 +129,7 @@ class EngineOptions:
         unset="chains",
         metavar="TOPKxSTEPSxNODES|RANKS",
     )
-    synthetic_acceptance: Asked | None = option(
+    synthetic_acceptance: Acceptance | None = option(
         None,
         "how many drafts are kept, in the place of the model's verdict, for benchmarks, which are marked "
         "SYNTHETIC: a mean of tokens per step (2.99), the share of steps that keeps each draft "

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from mtp_jax.engine.sampling_params import SamplingParams
-from mtp_jax.text.grammar import WORD, Grammars, Window
+from mtp_jax.text.grammar import WORD, Grammars, MaskWindow
 from mtp_jax.text.rules import Constraints
 
 NO_TOKEN = "no_token"
@@ -29,7 +29,7 @@ def look_ahead(
     bits = np.full((1, -(-vocab_size // WORD)), 2**WORD - 1, np.uint32)
     matcher, complete = constraints.matcher if constraints else None, False
     if matcher and grammars:
-        bits = grammars.masks([Window(0, matcher, [])], 1, 1)[0]
+        bits = grammars.masks([MaskWindow(0, matcher, [])], 1, 1)[0]
         complete = bool((bits[0] & matcher.stops).any())
     for rule in constraints.rules if constraints else ():
         rule.narrow(bits, [])

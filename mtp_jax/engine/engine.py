@@ -29,7 +29,7 @@ from mtp_jax.decode.keys import (
 )
 from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
-from mtp_jax.engine.buckets import Buckets, Prompts
+from mtp_jax.engine.buckets import Buckets, ChunkPrompts
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.dead_end import NO_TOKEN, look_ahead
 from mtp_jax.engine.depth import DepthController, adaptive_depths
@@ -321,7 +321,7 @@ class Engine:
             self.scheduler.prefilled(prompts, prompts.tokens)
         self._track(launch)
 
-    def _chunk(self, key: StepKey, prompts: Prompts | None = None) -> Chunk | None:
+    def _chunk(self, key: StepKey, prompts: ChunkPrompts | None = None) -> Chunk | None:
         """The chunk that a program takes along: the next tokens of some prompts, or idle rows."""
         if not key.tokens:
             return None

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from mtp_jax.engine.request import Request
-from mtp_jax.text.grammar import WORD, Grammars, Window
+from mtp_jax.text.grammar import WORD, Grammars, MaskWindow
 
 
 def allowed(
@@ -39,7 +39,7 @@ def allowed(
             ahead = matcher.forced()
         ahead = _tokens(ahead[: min(r.depth, width - 1)])
         if matcher:
-            windows.append(Window(row, matcher, ahead))
+            windows.append(MaskWindow(row, matcher, ahead))
         others.append((row, r.constraints.rules, ahead))
     if grammars is None or not windows:
         masks = np.full((*shape, -(-vocab_size // WORD)), 2**WORD - 1, np.uint32)

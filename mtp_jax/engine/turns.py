@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Runner
-from mtp_jax.engine.buckets import Buckets, Prompts
+from mtp_jax.engine.buckets import Buckets, ChunkPrompts
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.results import Launched
@@ -33,7 +33,7 @@ class LaunchStep:
 
     key: StepKey
     requests: Sequence[Request]
-    prompts: Prompts | None
+    prompts: ChunkPrompts | None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Turns:
             key = same or self._cover(running, prompts, key.depth if running else 0)
         return LaunchStep(key, running, prompts)
 
-    def _work(self) -> tuple[list[Request], Prompts | None]:
+    def _work(self) -> tuple[list[Request], ChunkPrompts | None]:
         """Requests that draft and verify, and the chunk to take along.
 
         There are none if every request may already have ended in an unread launch, as a useless step costs
@@ -107,7 +107,7 @@ class Turns:
         alone = self._runner.find(self._buckets.step([], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
 
-    def _choose(self, running: list[Request], prompts: Prompts | None) -> StepKey:
+    def _choose(self, running: list[Request], prompts: ChunkPrompts | None) -> StepKey:
         """The key for a step over these requests: the deepest, or with adaptive depth the fastest."""
         if not running:
             return self._cover(running, prompts, 0)
@@ -126,7 +126,7 @@ class Turns:
             price = self._depth.rate([self._cover(running, None, d) for d in depths], rows)
         return self._depth.choose(keys, rows, price)
 
-    def _cover(self, running: list[Request], prompts: Prompts | None, depth: int) -> StepKey:
+    def _cover(self, running: list[Request], prompts: ChunkPrompts | None, depth: int) -> StepKey:
         """The cheapest compiled key for this step."""
         return self._runner.cover(self._buckets.step(running, depth, prompts))
 

@@ -65,8 +65,8 @@ from mtp_jax.model.params import (
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.hopper import PARTS, HopperProducts
-from mtp_jax.model.products.plain import Products, Readers, Rows, Stream
-from mtp_jax.model.products.stream import Parts, Result, summed
+from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
+from mtp_jax.model.products.stream import Parts, ProductResult, summed
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.stack import alike, parts, stacked
 
@@ -111,12 +111,12 @@ class Backend:
         self,
         p: Layer,
         cfg: ModelConfig,
-        x: Stream,
+        x: Residual,
         angles: Float[Array, "B W ... 2 r"],
         cache: Cache | None,
         views: Views,
         rows: Rows | None = None,
-    ) -> tuple[Stream, Any, Entries | None, Cache | None]:
+    ) -> tuple[Residual, Any, Entries | None, Cache | None]:
         """Norm, queries, entries to cache, by the layer's kind of attention.
 
         rows: to be projected; None: x, normed. Returns (x, queries, entries, cache). There are no entries
@@ -176,8 +176,8 @@ class Backend:
         return join(contexts, self.mesh), cache, tuple(choices)
 
     def after_attention(
-        self, p: Layer, cfg: ModelConfig, x: Stream, context: Float[Array, "B W N v"], views: Views
-    ) -> Stream:
+        self, p: Layer, cfg: ModelConfig, x: Residual, context: Float[Array, "B W N v"], views: Views
+    ) -> Residual:
         """The output projection, added to the stream."""
         absorbed = all(v.form == "absorbed" for v in views) if views else self.latent.form == "absorbed"
         out = self.kind(p.attention).result(p.attention, cfg, context, absorbed)
@@ -188,10 +188,10 @@ class Backend:
         self,
         p: Layer,
         cfg: ModelConfig,
-        x: Stream,
+        x: Residual,
         counts: Bool[Array, "B W"] | None,
         tokens: Int[Array, "B W"] | None = None,
-    ) -> tuple[Stream, Routing | None]:
+    ) -> tuple[Residual, Routing | None]:
         """A dense MLP, or the router and its experts. Returns (x, routing of an MoE block).
 
         counts: which rows count; other rows visit no routed expert. None: all rows count. tokens: of the
@@ -208,8 +208,13 @@ class Backend:
         return self.left(x, *added), routing
 
     def entered(
-        self, x: Stream, weight: Float[Array, " D"], p: Hyper | None, cfg: ModelConfig, readers: Readers = ()
-    ) -> tuple[Stream, Rows]:
+        self,
+        x: Residual,
+        weight: Float[Array, " D"],
+        p: Hyper | None,
+        cfg: ModelConfig,
+        readers: Readers = (),
+    ) -> tuple[Residual, Rows]:
         """The input of a sublayer: the stream, or the gated sum of several. Returns (stream, normed rows)."""
         if p is None:
             return self.products.norm(x, weight, cfg.rms_norm_eps, readers)
@@ -220,21 +225,21 @@ class Backend:
         """The input of a sublayer before its norm; x: an array."""
         return x if p is None else hyper.enter(x, p, cfg, self.products.exactly)[1]
 
-    def left(self, x: Stream, *outs: Result) -> Stream:
+    def left(self, x: Residual, *outs: ProductResult) -> Residual:
         """The stream with a sublayer's result added, or each of several streams."""
         if not isinstance(x, hyper.Entered):
             return self.products.add(x, *outs)
         return hyper.leave(x, functools.reduce(jnp.add, map(summed, outs)))
 
-    def tap(self, x: Stream) -> Float[Array, "B W D"]:
+    def tap(self, x: Residual) -> Float[Array, "B W D"]:
         """The residual stream between two blocks; the mean of several."""
         return x.mean(axis=2).astype(x.dtype) if hyper.several(x) else self.products.tap(x)
 
-    def collapsed(self, x: Stream, p: HyperHead | None, cfg: ModelConfig) -> Stream:
+    def collapsed(self, x: Residual, p: HyperHead | None, cfg: ModelConfig) -> Residual:
         """The one stream behind the last block."""
         return x if p is None else hyper.collapse(x, p, cfg, self.products.exactly)
 
-    def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
+    def finish(self, x: Residual, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""
         return self.products.finish(x, weight, eps)
 

@@ -1,6 +1,6 @@
 """A layer's cache, paged or whole: its contents, and the places where a pass reads and writes."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,8 @@ from mtp_jax.model.config import ModelConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING
 from mtp_jax.model.mla import Form
 from mtp_jax.model.parts import Packing
+from mtp_jax.model.spec import Tree
 from mtp_jax.model.visible import Visible
-
-Tree = TypeVar("Tree")
 
 
 @struct.dataclass

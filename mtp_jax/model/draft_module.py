@@ -22,7 +22,7 @@ from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table
 from mtp_jax.model.params import Layer, Params
-from mtp_jax.model.products.plain import Rows, Stream
+from mtp_jax.model.products.plain import Residual, Rows
 from mtp_jax.model.trunk import Model, OneCache, Sight, Traced, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
@@ -96,7 +96,7 @@ class DraftModule(Protocol):
         """(Stream that layer ``k`` adds to, rows that its attention reads; None: the stream, normed)."""
         ...
 
-    def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W D"]:
+    def fed_back(self, params: Params, on: Backend, k: int, x: Residual) -> Float[Array, "B W D"]:
         """The hidden states that the next pass merges, from the stream behind layer ``k``."""
         ...
 

@@ -18,7 +18,7 @@ from mtp_jax.model.params import Layer, Moe, Params
 from mtp_jax.model.placement import copies_of, first_placement
 from mtp_jax.model.sharding import partition, sharded
 
-Weights = tuple[Any, Any]
+SlotWeights = tuple[Any, Any]
 """gate_up and down of an MoE layer."""
 
 
@@ -79,7 +79,7 @@ def with_slots(params: Params, redundant: int, mesh: Mesh | None, *, consume: bo
     table = copies_of(placed, experts, most_copies(redundant, mesh))
     where = NamedSharding(mesh, partition("experts")), NamedSharding(mesh, PartitionSpec())
 
-    def copied(weights: Weights) -> tuple[Weights, Array]:
+    def copied(weights: SlotWeights) -> tuple[SlotWeights, Array]:
         return jax.tree.map(lambda a: a[placed], weights), jnp.asarray(table)
 
     spread, layers = jax.jit(copied, out_shardings=where), []
@@ -88,7 +88,9 @@ def with_slots(params: Params, redundant: int, mesh: Mesh | None, *, consume: bo
     return replace(params, layers=tuple(layers))
 
 
-def _with_slots(layer: Layer, spread: Callable[[Weights], tuple[Weights, Array]], consume: bool) -> Layer:
+def _with_slots(
+    layer: Layer, spread: Callable[[SlotWeights], tuple[SlotWeights, Array]], consume: bool
+) -> Layer:
     moe = layer.mlp
     if not isinstance(moe, Moe):
         return layer
@@ -101,20 +103,20 @@ def _with_slots(layer: Layer, spread: Callable[[Weights], tuple[Weights, Array]]
 
 
 def move(
-    weights: Weights,
+    weights: SlotWeights,
     copies: Int[Array, "E c"],
     source: Int[Array, ""],
     target: Int[Array, ""],
     *,
     mesh: Mesh,
-) -> tuple[Weights, Int[Array, "E c"]]:
+) -> tuple[SlotWeights, Int[Array, "E c"]]:
     """Copy the expert in slot ``source`` into slot ``target``. Returns an MoE layer's weights and ``copies``.
 
     The slots may lie on any two devices. One expert travels, bit by bit: a sum of integers of which all but
     one are zero.
     """
 
-    def local(weights: Weights, source: Array, target: Array) -> Weights:
+    def local(weights: SlotWeights, source: Array, target: Array) -> SlotWeights:
         device = jax.lax.axis_index(("data", "model"))
 
         def one(a: Array) -> Array:

@@ -15,7 +15,7 @@ from mtp_jax.model.layers import gated
 from mtp_jax.model.narrow import Narrow, expand, index
 
 Way = Literal["dense", "sparse"]
-Weight = Float[Array, "E ..."] | Narrow
+ExpertWeight = Float[Array, "E ..."] | Narrow
 Product = Callable[[jax.Array, Any, Any], jax.Array]
 """``x @ w.T`` in a dtype (see ``Products.product``)."""
 
@@ -40,8 +40,8 @@ class Routing:
 
 
 def dense(
-    gate_up: Weight,
-    down: Weight,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     x: Float[Array, "T D"],
     r: Routing,
     product: Product,
@@ -62,8 +62,8 @@ def dense(
 
 
 def by_visit(
-    gate_up: Weight,
-    down: Weight,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     x: Float[Array, "T D"],
     r: Routing,
     product: Product,
@@ -76,12 +76,16 @@ def by_visit(
     """
 
     @jax.custom_jvp
-    def visited(gate_up: Weight, down: Weight, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def visited(
+        gate_up: ExpertWeight, down: ExpertWeight, x: jax.Array, ids: jax.Array, weights: jax.Array
+    ) -> jax.Array:
         return _by_visit(gate_up, down, x, Routing(ids, weights), product, limit)
 
     @visited.defjvp
     def _(values: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        def every(gate_up: Weight, down: Weight, x: jax.Array, ids: jax.Array, w: jax.Array) -> jax.Array:
+        def every(
+            gate_up: ExpertWeight, down: ExpertWeight, x: jax.Array, ids: jax.Array, w: jax.Array
+        ) -> jax.Array:
             return dense(gate_up, down, x, Routing(ids, w), product, limit)
 
         return visited(*values), jax.jvp(every, values, tangents)[1]
@@ -90,8 +94,8 @@ def by_visit(
 
 
 def _by_visit(
-    gate_up: Weight,
-    down: Weight,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
     x: Float[Array, "T D"],
     r: Routing,
     product: Product,

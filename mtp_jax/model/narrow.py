@@ -298,6 +298,8 @@ def expand(w: Float[Array, "*o i"] | Narrow, dtype: DTypeLike) -> Float[Array, "
     return w.expand(dtype) if isinstance(w, Narrow) else w
 
 
+Matrix = Float[Array, "*o i"] | Narrow
+"""The weight of a product."""
 Table = Float[Array, "V D"] | Bf16
 """An embedding, or the head."""
 

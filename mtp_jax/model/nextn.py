@@ -16,7 +16,7 @@ from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
 from mtp_jax.model.params import Layer, NextN, Params
-from mtp_jax.model.products.plain import Stream
+from mtp_jax.model.products.plain import Residual
 from mtp_jax.model.trunk import REFERENCE, Traced
 
 
@@ -62,7 +62,7 @@ class NextNLayers:
         with jax.named_scope("merge"):
             return on.products.linear(rows, p.merge), None
 
-    def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W D"]:
+    def fed_back(self, params: Params, on: Backend, k: int, x: Residual) -> Float[Array, "B W D"]:
         """The state after shared_head.norm."""
         return on.finish(x, params.nextn[k].norm, self.cfg.rms_norm_eps)
 

@@ -16,7 +16,7 @@ from mtp_jax.model.draft_module import Pass
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.params import NextN, Params
-from mtp_jax.model.products.plain import Stream
+from mtp_jax.model.products.plain import Residual
 from mtp_jax.model.trunk import STREAMS, embed
 
 
@@ -48,7 +48,7 @@ class StreamNextN(NextNLayers):
             token = on.products.linear(e, p.merge)[:, :, None]
             return merged.reshape(*e.shape[:2], self.streams, -1) + token, None
 
-    def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W SD"]:
+    def fed_back(self, params: Params, on: Backend, k: int, x: Residual) -> Float[Array, "B W SD"]:
         """The streams behind the layer."""
         return x.reshape(*x.shape[:2], -1)
 

@@ -5,7 +5,6 @@ Code with jax imports the trees from this module, which registers them.
 """
 
 import math
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layer_specs import Attention, GqaAttention, Layer, Mlp, Moe
-from mtp_jax.model.spec import Spec, watch_trees
+from mtp_jax.model.spec import Spec, Tree, watch_trees
 from mtp_jax.model.specs import NextN, Params, param_specs
 from mtp_jax.model.v4_specs import CompressedAttention, Compressor, Hyper, HyperHead
 
@@ -26,7 +25,6 @@ __all__ = [
 # `flax.struct` declares every other pytree; these classes are declared without jax, and flax imports it.
 watch_trees(jax.tree_util.register_dataclass)
 
-Tree = TypeVar("Tree")
 
 type_of = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 

@@ -9,7 +9,6 @@ A part may be packed: it brings rows [S, R] for some tokens of its windows, and 
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from mtp_jax.model.sharding import data_size, partition
-
-Tree = TypeVar("Tree")
+from mtp_jax.model.spec import Tree
 
 
 @struct.dataclass

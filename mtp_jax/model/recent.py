@@ -16,7 +16,7 @@ from mtp_jax.model.attention.pages import Write, by_scatter
 from mtp_jax.model.cache import rows_at
 from mtp_jax.model.compressor import Span
 
-Rows = PyTree
+RecentRows = PyTree
 """Values of tokens, [B, W, ...] each."""
 
 
@@ -31,8 +31,8 @@ class Recent:
         page_size: tokens of a page.
     """
 
-    slots: Rows
-    pages: Rows
+    slots: RecentRows
+    pages: RecentRows
     page_size: int = struct.field(pytree_node=False)
 
     @property
@@ -40,7 +40,7 @@ class Recent:
         """R."""
         return jax.tree.leaves(self.slots)[0].shape[1]
 
-    def before(self, span: Span, count: int, table: Int[Array, "B n"], slot: Int[Array, " B"]) -> Rows:
+    def before(self, span: Span, count: int, table: Int[Array, "B n"], slot: Int[Array, " B"]) -> RecentRows:
         """Values of the ``count`` tokens before a span, in or before whose page these all lie.
 
         Anything at places without a token, or in front of the last tokens of the page before.
@@ -61,7 +61,7 @@ class Recent:
         return jax.tree.map(either, found, last)
 
     def extended(
-        self, rows: Rows, span: Span, table: Int[Array, "B n"], slot: Int[Array, " B"], write: Write
+        self, rows: RecentRows, span: Span, table: Int[Array, "B n"], slot: Int[Array, " B"], write: Write
     ) -> "Recent":
         """Add the values of a span's tokens."""
         index, size = jnp.arange(span.width), self.page_size

@@ -24,6 +24,9 @@ RULES: dict[str | None, tuple[str, ...] | str | None] = {
 Names = str | tuple[Any, ...]
 """A checkpoint tensor, or nested tuples of tensors."""
 
+Tree = TypeVar("Tree")
+"""A tree of parameters, of arrays, or of a description of each."""
+
 _ITEMSIZE = {"float32": 4, "int32": 4, "bfloat16": 2}
 
 

@@ -49,7 +49,7 @@ class NextN:
         return self.token_norm, self.hidden_norm, self.merge, self.stream_merge, *self.layer.entries
 
 
-class Names(NamedTuple):
+class TrunkNames(NamedTuple):
     """Names of the trunk's tensors beside its layers."""
 
     embed: str
@@ -57,11 +57,11 @@ class Names(NamedTuple):
     head: str
 
 
-TRUNK = Names("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-TRUNK_V4 = Names("embed.weight", "norm.weight", "head.weight")
+TRUNK = TrunkNames("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+TRUNK_V4 = TrunkNames("embed.weight", "norm.weight", "head.weight")
 
 
-def trunk_names(cfg: ModelConfig) -> Names:
+def trunk_names(cfg: ModelConfig) -> TrunkNames:
     """The names that a model's files have."""
     return TRUNK_V4 if cfg.compressed else TRUNK
 
@@ -97,7 +97,7 @@ class Params:
         return self.embed if self.head is None else self.head
 
     @property
-    def drafts(self) -> "Drafting":
+    def drafts(self) -> "DraftLayers":
         """The parameters that draft."""
         return self.nextn, self.drafter
 
@@ -106,7 +106,7 @@ class Params:
         """Whether there are parameters that draft."""
         return bool(self.nextn) or self.drafter is not None
 
-    def with_drafts(self, drafts: "Drafting" = ((), None)) -> "Params":
+    def with_drafts(self, drafts: "DraftLayers" = ((), None)) -> "Params":
         """The same trunk with other parameters that draft; without an argument it has none."""
         return replace(self, nextn=drafts[0], drafter=drafts[1])
 
@@ -145,7 +145,7 @@ def _nextn(cfg: ModelConfig, k: int, own_embed: bool, own_head: bool) -> NextN:
     )
 
 
-Drafting = tuple[tuple[NextN, ...], HeadTree | None]
+DraftLayers = tuple[tuple[NextN, ...], HeadTree | None]
 """NextN layers and a draft head, of which a model has one kind or none."""
 
 

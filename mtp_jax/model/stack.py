@@ -4,7 +4,7 @@ A backend chooses the layers to stack (``Backend.arranged``); all other code see
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic
 
 import jax
 import numpy as np
@@ -12,8 +12,8 @@ from flax import struct
 from jaxtyping import Array, Int, PyTree
 
 from mtp_jax.model.narrow import InStack, Narrow, index, is_narrow, readable, with_bits, without_bits
+from mtp_jax.model.spec import Tree
 
-Tree = TypeVar("Tree")
 # XLA on a CPU uses a host array without a copy if it begins at a multiple of this number of bytes.
 _ALIGNMENT = 64
 

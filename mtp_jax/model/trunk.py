@@ -26,7 +26,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table, rows_of
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
-from mtp_jax.model.products.plain import Rows, Stream
+from mtp_jax.model.products.plain import Residual, Rows
 from mtp_jax.model.sharding import constrain
 from mtp_jax.model.stack import Stack, one_of
 
@@ -93,8 +93,8 @@ class Sight:
 
 
 def block(
-    p: Layer, model: Model, x: Stream, sight: Sight, cache: OneCache, rows: Rows | None = None
-) -> tuple[Stream, OneCache, Routing | None, Choice]:
+    p: Layer, model: Model, x: Residual, sight: Sight, cache: OneCache, rows: Rows | None = None
+) -> tuple[Residual, OneCache, Routing | None, Choice]:
     """A pre-norm decoder block. Returns (x, cache, routing of an MoE block, choice of sparse attention).
 
     rows: read by attention; None: x, normed.
@@ -106,8 +106,8 @@ def block(
 
 @partial(jax.jit, static_argnames="model")
 def attended(
-    p: Layer, model: Model, x: Stream, sight: Sight, cache: Cache | None, rows: Rows | None = None
-) -> tuple[Stream, Cache | None, Choice]:
+    p: Layer, model: Model, x: Residual, sight: Sight, cache: Cache | None, rows: Rows | None = None
+) -> tuple[Residual, Cache | None, Choice]:
     """The first half of a block. Returns (x, cache, choice of sparse attention)."""
     cfg, on, angles, views = model.cfg, model.on, sight.angles, sight.views
     with jax.named_scope("attention_project"):
@@ -120,8 +120,8 @@ def attended(
 
 @partial(jax.jit, static_argnames="model")
 def fed(
-    p: Layer, model: Model, x: Stream, views: Views, tokens: Int[Array, "B W"] | None = None
-) -> tuple[Stream, Routing | None]:
+    p: Layer, model: Model, x: Residual, views: Views, tokens: Int[Array, "B W"] | None = None
+) -> tuple[Residual, Routing | None]:
     """The second half of a block. Returns (x, routing of an MoE block). tokens: see ``Sight``."""
     counts = join([v.packed(v.written >= 0) for v in views], model.on.mesh) if views else None
     return model.on.feed_forward(p, model.cfg, x, counts, tokens)
@@ -139,7 +139,7 @@ class _Passage:
     Its slots are one batch, or micro-batches, each a stream and the places of its tokens.
     """
 
-    def __init__(self, model: Model, batches: list[tuple[Stream, Sight]], taps: Sequence[int]) -> None:
+    def __init__(self, model: Model, batches: list[tuple[Residual, Sight]], taps: Sequence[int]) -> None:
         """Before the first layer. taps: numbers of the residual streams to hand on."""
         self._model, self._batches, self._wanted, self._layers = model, batches, taps, 0
         self._routing: list[Routing] = []
@@ -176,7 +176,7 @@ class _Passage:
         """Layers alike in a loop, of one batch. The caches of all are one, of which each has its pages."""
         ((x, sight),), model, first, count = self._batches, self._model, self._layers, len(layers)
 
-        def one(carry: tuple[Stream, LayerCache, Taps], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
+        def one(carry: tuple[Residual, LayerCache, Taps], i: Int[Array, ""]) -> tuple[Any, Routing | None]:
             p = one_of(layers, i)
             own = tuple(replace(v, page_table=v.page_table + i * cache.size) for v in sight.views)
             x, mine, _ = attended(p, model, carry[0], Sight(sight.angles, own), carry[1])

@@ -72,7 +72,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledGrammar:
     """A grammar in llguidance's form and a matcher at its beginning.
 
     Attributes:
@@ -86,7 +86,7 @@ class Compiled:
     held: int = 0
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary, grammar: str, held: int) -> "Compiled":
+    def of(cls, vocabulary: Vocabulary, grammar: str, held: int) -> "CompiledGrammar":
         """Compile a grammar in the caller's thread."""
         began = time.thread_time()
         matcher = vocabulary.build(grammar)

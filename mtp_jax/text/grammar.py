@@ -29,7 +29,7 @@ from llguidance.numpy import (
 
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
-from mtp_jax.text.compile_grammar import Compiled, Vocabulary, without_tags
+from mtp_jax.text.compile_grammar import CompiledGrammar, Vocabulary, without_tags
 from mtp_jax.text.json_schema import check_schema, in_full
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
@@ -200,7 +200,7 @@ class Matcher:
         alone: whether it has a lexer of its own, not shared with other outputs (see ``Grammars.masks``).
     """
 
-    def __init__(self, compiled: Compiled, stops: np.ndarray) -> None:
+    def __init__(self, compiled: CompiledGrammar, stops: np.ndarray) -> None:
         self.inner, self.compiled, self.stops = compiled.matcher.deep_copy(), compiled, stops
         self.taken: list[int] = []
         self.alone = False
@@ -220,7 +220,7 @@ class Matcher:
         return self.inner.is_error()
 
 
-class Window(NamedTuple):
+class MaskWindow(NamedTuple):
     """The row for the masks of an output, and the drafts that the masks follow."""
 
     row: int
@@ -243,7 +243,7 @@ class Grammars:
         self._vocabulary = Vocabulary(without_tags(tokenizer.to_str()), vocab_size, list(eos_ids))
         self._executor, self._trials = LLExecutor(), Trials(self._vocabulary)
         # Every request starts from a copy of the compiled grammar; the most recently used is at the end.
-        self._cached: OrderedDict[str, Compiled] = OrderedDict()
+        self._cached: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._caching = threading.Lock()
 
     @classmethod
@@ -281,12 +281,12 @@ class Grammars:
         """Tokens of a piece of text."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _compiled(self, grammar: str) -> Compiled:
+    def _compiled(self, grammar: str) -> CompiledGrammar:
         with self._caching:
             if found := self._cached.get(grammar):
                 self._cached.move_to_end(grammar)
                 return found
-        made = Compiled.of(self._vocabulary, grammar, self._trials.run(grammar))
+        made = CompiledGrammar.of(self._vocabulary, grammar, self._trials.run(grammar))
         if made.matcher.is_error():
             reason = " ".join(made.matcher.get_error().replace("<non-verbose/>", "").split())
             if reason.startswith("NoExtension"):
@@ -301,7 +301,7 @@ class Grammars:
     def _held(self) -> int:
         return sum(compiled.held for compiled in self._cached.values())
 
-    def masks(self, windows: Sequence[Window], rows: int, width: int) -> np.ndarray:
+    def masks(self, windows: Sequence[MaskWindow], rows: int, width: int) -> np.ndarray:
         """Allowed tokens at every position of every window, uint32 [rows, width, words].
 
         Position i is for the tokens after i drafts. Rows that are not named, and positions after a draft that

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from mtp_jax.text.grammar import WORD, Matcher
-from mtp_jax.text.thoughts import Part, Place, Thoughts
+from mtp_jax.text.thoughts import OutputPart, Place, Thoughts
 
 
 class TokenRule(Protocol):
@@ -92,24 +92,24 @@ class ThinkingBudget:
 
     def _after(self, place: Place, left: int, token: int) -> tuple[Place, int]:
         """The place behind a token, and the number of tokens that a thought may have from there on."""
-        if place.part is Part.ANSWER:
+        if place.part is OutputPart.ANSWER:
             return place, left
         then = self._thoughts.after(place, self._text(token))
-        inside = place.part is then.part is Part.THOUGHT
+        inside = place.part is then.part is OutputPart.THOUGHT
         return then, max(left - 1, 0) if inside else left
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """See ``TokenRule``. A thought is assumed to go on past the known tokens, up to its end."""
         place, left, (word, bit) = self._place, self._left, divmod(self._closes, WORD)
         for i in range(len(masks)):
-            inside = place.part is Part.THOUGHT
+            inside = place.part is OutputPart.THOUGHT
             if inside and left == 0 and masks[i, word] >> np.uint32(bit) & 1:
                 masks[i] = 0
                 masks[i, word] = 1 << bit
             if i < len(drafts):
                 place, left = self._after(place, left, drafts[i])
             elif inside:
-                place, left = (place, left - 1) if left else (Place(Part.ANSWER), left)
+                place, left = (place, left - 1) if left else (Place(OutputPart.ANSWER), left)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take emitted tokens."""

@@ -16,7 +16,7 @@ import tokenizers
 _TAIL = 16  # tokens that suffice for the end of a prompt: a tag and white space
 
 
-class Part(Enum):
+class OutputPart(Enum):
     """The part of an output that its text has reached.
 
     START: nothing but white space yet. CALLED: behind the begin of a call that stood in a thought; a closing
@@ -32,7 +32,7 @@ class Part(Enum):
 class Place(NamedTuple):
     """A place in an output. held: text that may turn out to be a part of a tag."""
 
-    part: Part
+    part: OutputPart
     held: str = ""
 
 
@@ -93,24 +93,26 @@ class Thoughts:
 
     def begin(self, inside: bool) -> Place:
         """The place before an output. inside: whether the prompt has opened a thought."""
-        return Place(Part.THOUGHT if inside else Part.START if self.may_open else Part.ANSWER)
+        return Place(
+            OutputPart.THOUGHT if inside else OutputPart.START if self.may_open else OutputPart.ANSWER
+        )
 
     def push(self, place: Place, text: str) -> tuple[Place, str, str]:
         """Go on by a text; return the new place, and the (thought, answer) that is certain, without tags."""
         part, text = place.part, place.held + text
-        if part is Part.ANSWER:
+        if part is OutputPart.ANSWER:
             return place, "", text
-        if part is Part.START:
+        if part is OutputPart.START:
             begun = text.lstrip()
             if not begun.startswith(self.OPEN):
                 waits = self.OPEN.startswith(begun)
-                return (Place(part, text), "", "") if waits else (Place(Part.ANSWER), "", text)
-            part, text = Part.THOUGHT, begun.removeprefix(self.OPEN)
+                return (Place(part, text), "", "") if waits else (Place(OutputPart.ANSWER), "", text)
+            part, text = OutputPart.THOUGHT, begun.removeprefix(self.OPEN)
         found = [(at, len(end)) for end in self._ends if (at := text.find(end)) >= 0]
         if found:
             at, length = min(found)
             thought, answer = self._sides(part, text[:at])
-            return Place(Part.ANSWER), thought, answer + text[at + length :]
+            return Place(OutputPart.ANSWER), thought, answer + text[at + length :]
         held = max(_begun(end, text) for end in self._ends)
         shown = len(text) - held
         return Place(part, text[shown:]), *self._sides(part, text[:shown])
@@ -118,7 +120,7 @@ class Thoughts:
     def after(self, place: Place, text: str) -> Place:
         """The place behind a text, for a reader who needs no text back."""
         place, _, _ = self.push(place, text)
-        return place._replace(held=place.held.lstrip()) if place.part is Part.START else place
+        return place._replace(held=place.held.lstrip()) if place.part is OutputPart.START else place
 
     def splitter(self, inside: bool) -> "Splitter":
         """A splitter of one output's text. inside: whether the prompt has opened a thought."""
@@ -133,8 +135,8 @@ class Thoughts:
         return self._sides(place.part, place.held)
 
     @staticmethod
-    def _sides(part: Part, text: str) -> tuple[str, str]:
-        return (text, "") if part is Part.THOUGHT else ("", text)
+    def _sides(part: OutputPart, text: str) -> tuple[str, str]:
+        return (text, "") if part is OutputPart.THOUGHT else ("", text)
 
 
 def _begun(end: str, text: str) -> int:
@@ -172,7 +174,9 @@ class Splitter:
     def call(self) -> tuple[str, str]:
         """Return the text held back, as a call begins, which ends a thought. A later end tag is not shown."""
         shown, part = self.flush(), self._place.part
-        self._place = Place(Part.CALLED if part in (Part.THOUGHT, Part.CALLED) else Part.ANSWER)
+        self._place = Place(
+            OutputPart.CALLED if part in (OutputPart.THOUGHT, OutputPart.CALLED) else OutputPart.ANSWER
+        )
         return shown
 
 
@@ -191,12 +195,12 @@ class Border:
     @property
     def inside(self) -> bool:
         """Whether the next token belongs to the thought."""
-        return self._place.part is Part.THOUGHT
+        return self._place.part is OutputPart.THOUGHT
 
     def push(self, token: str, shown: str = "") -> tuple[str, str]:
         """Take a token's text; return the parts in the thought and behind it of the text ``shown`` for it."""
         was = self._place.part
-        if was is Part.ANSWER:
+        if was is OutputPart.ANSWER:
             return "", shown
         self._place, _, answer = self._thoughts.push(self._place, token)
         self._seen += 1
@@ -204,7 +208,7 @@ class Border:
             self.count = self._seen
             return shown, ""
         self._place = self._thoughts.after(self._place, "")
-        if was is not Part.THOUGHT:
+        if was is not OutputPart.THOUGHT:
             return "", shown
         self.count = self._seen
         cut = max(len(shown) - len(answer), 0)

@@ -75,7 +75,7 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Submitted:
     """A submitted conversation.
 
     Attributes:
@@ -94,7 +94,7 @@ class Asked:
 
 async def ask(
     server: Server, request: Request, body: ChatBody, name: str, also: Mapping[str, str] | None = None
-) -> Asked:
+) -> Submitted:
     """Queue a conversation. Raises RequestError, Overloaded, EngineStopped.
 
     name: the id of its answer. also: further names that calls may use, and the tool of each.
@@ -113,7 +113,7 @@ async def ask(
     lazy = LazyPrompt(prompt, body.characters)
     streams = await submit(server, request, body, [lazy], _with_tools(server, params, use), name)
     prompt.warn(request)
-    return Asked(name, streams, use, prompt.thinking, body.custom)
+    return Submitted(name, streams, use, prompt.thinking, body.custom)
 
 
 def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> SamplingParams:

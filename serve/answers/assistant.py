@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 
 from mtp_jax import CompletionOutput, JsonObject, RequestOutput
-from serve.answers.asking import Asked
+from serve.answers.asking import Submitted
 from serve.answers.blocks import Blocks, Change
 from serve.answers.calls import Call
 from serve.answers.inputs import Inputs
@@ -31,7 +31,7 @@ class AssistantCall(Call):
     write = staticmethod(named)
     done = b""
 
-    def __init__(self, server: Server, request: Request, asked: Asked, stream: bool | None) -> None:
+    def __init__(self, server: Server, request: Request, asked: Submitted, stream: bool | None) -> None:
         super().__init__(server, request, asked.streams, stream)
         self.name = asked.name
         self.blocks, self._inputs = Blocks(asked.custom), Inputs(asked.custom)

@@ -9,11 +9,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-Headers = list[tuple[bytes, bytes]]
+HeaderList = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)
-class Call:
+class SentRequest:
     """A request as it travels between processes.
 
     Attributes:
@@ -24,7 +24,7 @@ class Call:
 
     method: str
     path: str
-    headers: Headers
+    headers: HeaderList
     body: bytes
     query: bytes = b""
     client: tuple[str, int] | None = None
@@ -32,11 +32,11 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Head:
+class AnswerHead:
     """The head of an answer."""
 
     status: int
-    headers: Headers
+    headers: HeaderList
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Answer:
     warning: str = ""
 
 
-async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]:
+async def stream(app: ASGIApp, call: SentRequest) -> AsyncGenerator[AnswerHead | bytes, None]:
     """The answer's head, then pieces of its body as they come. Ending the iteration disconnects."""
     scope = {
         "type": "http",
@@ -80,7 +80,7 @@ async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]
     try:
         while (message := await sent.get()) is not None:
             if message["type"] == "http.response.start":
-                yield Head(message["status"], list(message["headers"]))
+                yield AnswerHead(message["status"], list(message["headers"]))
                 continue
             complete = not message.get("more_body", False)
             if body := message.get("body"):
@@ -95,10 +95,10 @@ async def stream(app: ASGIApp, call: Call) -> AsyncGenerator[Head | bytes, None]
 async def post(app: ASGIApp, url: str, body: bytes) -> Answer:
     """The whole answer to a JSON body, as a client over HTTP would get it."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    head, parts = Head(500, []), []
-    async with aclosing(stream(app, Call("POST", url, headers, body))) as answer:
+    head, parts = AnswerHead(500, []), []
+    async with aclosing(stream(app, SentRequest("POST", url, headers, body))) as answer:
         async for part in answer:
-            if isinstance(part, Head):
+            if isinstance(part, AnswerHead):
                 head = part
             else:
                 parts.append(part)

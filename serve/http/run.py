@@ -77,7 +77,7 @@ def serve(
         tasks.append(asyncio.ensure_future(allm.start_helpers()))
         ready()
 
-    server = Server(allm, settings, begin, reporter)
+    server = DrainingServer(allm, settings, begin, reporter)
     server.run([listener])
     status = 0 if allm.error is None and server.started else 1
     if allm.warming:
@@ -104,7 +104,7 @@ def _config(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> uvico
     )
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """Drains on the first SIGTERM or SIGINT, leaves at once on the second, and ends when the engine fails."""
 
     def __init__(

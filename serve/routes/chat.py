@@ -13,7 +13,7 @@ from mtp_jax import (
     OutputText,
     RequestOutput,
 )
-from serve.answers.asking import Asked, ask
+from serve.answers.asking import Submitted, ask
 from serve.answers.choices import ChoicesCall
 from serve.answers.inputs import Inputs
 from serve.answers.reasoning import ThoughtTokens, may_think
@@ -35,7 +35,7 @@ async def chat_completions(server: Server, request: Request) -> Response:
 class _Chat(ChoicesCall):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, server: Server, request: Request, body: ChatBody, asked: Asked) -> None:
+    def __init__(self, server: Server, request: Request, body: ChatBody, asked: Submitted) -> None:
         super().__init__(server, request, body, asked.streams, asked.name)
         self.body, self._asked, self._thinking = body, asked, asked.thinking
         self._tells_tokens |= body.logprobs is True

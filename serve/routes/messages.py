@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject, LazyPrompt
-from serve.answers.asking import Asked, ChatPrompt, ask
+from serve.answers.asking import ChatPrompt, Submitted, ask
 from serve.answers.assistant import AssistantCall, named
 from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
@@ -49,7 +49,7 @@ class _Messages(AssistantCall):
     ping = named({"type": "ping"})  # as Anthropic's
 
     def __init__(
-        self, server: Server, request: Request, asked: Asked, stream: bool | None, tools: ClientTools
+        self, server: Server, request: Request, asked: Submitted, stream: bool | None, tools: ClientTools
     ) -> None:
         super().__init__(server, request, asked, stream)
         self._tools = tools

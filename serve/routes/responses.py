@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject
-from serve.answers.asking import Asked, ask
+from serve.answers.asking import Submitted, ask
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
@@ -39,7 +39,7 @@ async def responses(server: Server, request: Request) -> Response:
 
 
 class _Responses(AssistantCall):
-    def __init__(self, server: Server, request: Request, asked: Asked, body: ResponsesBody) -> None:
+    def __init__(self, server: Server, request: Request, asked: Submitted, body: ResponsesBody) -> None:
         super().__init__(server, request, asked, body.stream)
         self._tools = body.client_tools
         self._body, self._created = body, int(time.time())

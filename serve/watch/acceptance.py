@@ -14,8 +14,8 @@ from typing import Literal
 from mtp_jax import AsyncLLM, ConfigError, EngineStats
 
 _LOG = logging.getLogger(__name__)
-Kind = Literal["low", "high"]
-KINDS: tuple[Kind, ...] = ("low", "high")
+AlarmKind = Literal["low", "high"]
+KINDS: tuple[AlarmKind, ...] = ("low", "high")
 
 # A draft counts 1/e after this number of further drafts. From this number, an acceptance of 100 % can be told
 # from one of 98 % with the confidence below.
@@ -35,7 +35,7 @@ class AcceptanceAlarm:
         self._limits = {"low": floor, "high": ceiling}
         self._seen = (0, 0)  # drafts and accepted drafts at the last ``look``
         self._tried = self._held = 0.0
-        self.kind: Kind | None = None
+        self.kind: AlarmKind | None = None
         self.at_start: tuple[float, ...] = ()
 
     async def check(self, allm: AsyncLLM, strict: bool) -> None:
@@ -80,7 +80,7 @@ class AcceptanceAlarm:
             self.kind = kind
             self._log()
 
-    def _judge(self, low: float, high: float) -> Kind | None:
+    def _judge(self, low: float, high: float) -> AlarmKind | None:
         floor, ceiling = self._limits["low"], self._limits["high"]
         if high < floor:
             return "low"

@@ -19,7 +19,7 @@ from mtp_jax.api.local import local_runner
 from mtp_jax.simulate.device import Simulated
 from serve.base.settings import Settings
 from serve.http.app import make_app
-from serve.http.run import Server, listen
+from serve.http.run import DrainingServer, listen
 from serve.routes.route import Routes
 from serve.routes.table import ROUTES
 from tests import tiny_tokenizer
@@ -49,7 +49,7 @@ class Running:
     settings: Settings
     url: str
     loop: asyncio.AbstractEventLoop
-    uvicorn: Server
+    uvicorn: DrainingServer
     thread: threading.Thread
 
     def client(self, **options: Any) -> httpx2.Client:
@@ -105,7 +105,7 @@ def start(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> Ru
     listener = listen(options)
     allm = AsyncLLM(llm, **(limits or {}))
     loop, ready = asyncio.new_event_loop(), threading.Event()
-    uvicorn = Server(allm, options, ready.set)
+    uvicorn = DrainingServer(allm, options, ready.set)
 
     def run() -> None:
         with asyncio.Runner(loop_factory=lambda: loop) as runner:

@@ -23,7 +23,7 @@ from mtp_jax import LLM
 from mtp_jax.commands import cli
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.lab.bench import endpoint, traffic
-from mtp_jax.lab.bench.endpoint import Drafted, address
+from mtp_jax.lab.bench.endpoint import DraftCounts, address
 from tests.models import slowed
 from tests.serve.conftest import Running, start
 
@@ -62,7 +62,7 @@ def test_random_prompts_have_the_lengths_asked_for():
     words = traffic.random_prompts(3, 4, 0.0, None, 0)
     assert [len(str(prompt).split(" ")) for prompt in words.all] == [4, 4, 4]
     assert words.source == "4 random words"
-    few = traffic.Prompts(["a", "b", "c"], "three")
+    few = traffic.Traffic(["a", "b", "c"], "three")
     taken = few.take(7, 0)
     assert sorted(map(str, taken[:6])) == ["a", "a", "b", "b", "c", "c"]
     assert taken == few.take(7, 0)
@@ -77,7 +77,7 @@ def sharegpt_file(folder: Path, *texts: str) -> Path:
 
 def test_files_of_prompts_are_read_and_others_refused(tmp_path: Path):
     path = sharegpt_file(tmp_path, "one", "", "two")
-    assert traffic.sharegpt(path) == traffic.Prompts(["one", "two"], "share.json, 2 prompts")
+    assert traffic.sharegpt(path) == traffic.Traffic(["one", "two"], "share.json, 2 prompts")
     system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
     lines = [
         {"question_id": 1, "category": "coding", "turns": ["first", "second"]},
@@ -295,9 +295,9 @@ def test_requests_come_at_their_time_whatever_became_of_others(bench: Bench):
 
 
 def test_drafts_of_a_server_that_began_anew_are_not_told():
-    before, after = Drafted(10, 30, 12, (8, 4)), Drafted(14, 42, 20, (12, 7, 1))
+    before, after = DraftCounts(10, 30, 12, (8, 4)), DraftCounts(14, 42, 20, (12, 7, 1))
     found = after.since(before)
-    assert found == Drafted(4, 12, 8, (4, 3))
+    assert found == DraftCounts(4, 12, 8, (4, 3))
     assert found
     assert found.acceptance_length == 3.0
     assert before.since(after) is None

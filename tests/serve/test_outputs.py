@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLMatcher
 
 from mtp_jax import OutputText, Tool, ToolUse
-from mtp_jax.text.tools.grammar import Asked, call_grammar
+from mtp_jax.text.tools.grammar import Required, call_grammar
 from serve.answers.turn import Thought, Turn, called
 from tests.serve.helpers import completion
 from tests.text.tools import families
@@ -66,7 +66,7 @@ def test_it_says_what_it_should(case, size):
 def test_a_grammar_takes_it(case, as_tokens):
     name, use = case["format"], use_of(case)
     tokens = backend(name, as_tokens)
-    asked = Asked(forced=False, several=True, thinking=case.get("thinking", False))
+    asked = Required(forced=False, several=True, thinking=case.get("thinking", False))
     grammar = call_grammar(use.form, use.tools, vocabulary(tokens), asked)
     matcher = begun(name, as_tokens, grammar).deep_copy()
     ids = tokens.encode(case["output"], add_special_tokens=False).ids

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from mtp_jax.errors import RequestError
-from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, Grammars, Matcher, StructuredOutput, Window
+from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, Grammars, MaskWindow, Matcher, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.text.helpers import demo
@@ -39,7 +39,7 @@ def unpack(masks: np.ndarray) -> list[set[int]]:
 
 
 def one(grammars: Grammars, matcher: Matcher, drafts: Sequence[int] = ()) -> list[set[int]]:
-    return unpack(grammars.masks([Window(0, matcher, drafts)], 1, len(drafts) + 1)[0])
+    return unpack(grammars.masks([MaskWindow(0, matcher, drafts)], 1, len(drafts) + 1)[0])
 
 
 ALL = set(range(-(-VOCAB // 32) * 32))
@@ -117,7 +117,7 @@ def test_rows_of_a_batch(grammars, tokenizer):
     """Each window gets its own masks; rows without a grammar, or past a bad draft, allow everything."""
     a, b = (grammars.matcher(StructuredOutput(choice=[c]), [EOS]) for c in ("ab!", "xy?"))
     ids = tokenizer.encode("ab!", add_special_tokens=False)
-    masks = grammars.masks([Window(2, a, ids), Window(0, b, [])], 4, 4)
+    masks = grammars.masks([MaskWindow(2, a, ids), MaskWindow(0, b, [])], 4, 4)
     assert masks.shape == (4, 4, 4)
     assert masks.dtype == np.uint32
     together = [unpack(row) for row in masks]
@@ -250,7 +250,7 @@ def test_masks_of_an_output_alone_are_the_same(grammars, tokenizer):
     drafts = [*rest, EOS, 7]
     expected = one(grammars, matcher, drafts)
     alone = grammars._alone(other, drafts, len(drafts) + 1)
-    window = grammars.masks([Window(0, other, drafts)], 1, len(drafts) + 1)
+    window = grammars.masks([MaskWindow(0, other, drafts)], 1, len(drafts) + 1)
     assert unpack(window[0]) == expected
     assert unpack(alone.view(np.uint32))[: len(drafts)] == expected[: len(drafts)]
 

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken
 
-from mtp_jax.text.grammar import Grammars, StructuredOutput, Window
+from mtp_jax.text.grammar import Grammars, MaskWindow, StructuredOutput
 from mtp_jax.text.rules import ThinkingBudget
 from mtp_jax.text.stop_strings import StopStrings
 from mtp_jax.text.thoughts import Thoughts
@@ -125,7 +125,7 @@ def test_a_grammar_begins_where_readers_see_the_end_of_a_thought(grammars: Gramm
     tokens = [t for c in "a</think" for t in grammars.encode(c)]
     matcher.advance(tokens)
     last = grammars.encode(">" if letters else "!")
-    (mask,) = grammars.masks([Window(0, matcher, [])], 1, 1)[0]
+    (mask,) = grammars.masks([MaskWindow(0, matcher, [])], 1, 1)[0]
     allowed = bool(mask[last[0] // 32] >> (last[0] % 32) & 1)
     assert allowed != letters
     (close,) = grammars.encode("</think>")

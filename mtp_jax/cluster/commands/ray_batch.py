@@ -14,7 +14,7 @@ from mtp_jax.cluster.commands.ray_options import portable_options
 from mtp_jax.cluster.on_ray.batches import BatchEngine
 from mtp_jax.cluster.on_ray.options import RayOptions
 from mtp_jax.cluster.on_ray.start import cluster, reservation
-from mtp_jax.commands.batch import SLOTS, Work, told
+from mtp_jax.commands.batch import SLOTS, BatchWork, told
 from mtp_jax.commands.batch_file import Answer, Job, Line, open_job
 from mtp_jax.commands.options import model_dir
 from mtp_jax.errors import EngineStopped
@@ -23,7 +23,7 @@ from mtp_jax.json_object import JsonObject
 _ROWS_PER_SLOT = 8  # rows of a batch: fewer lose less work with an engine, more leave fewer slots idle
 
 
-def answer_on_ray(options: RayOptions, work: Work) -> str:
+def answer_on_ray(options: RayOptions, work: BatchWork) -> str:
     """Answer the lines. Returns a summary. Raises ConfigError, RequestError, EngineStopped."""
     args, settings, counts = work.args, work.settings, work.counts
     engine = portable_options(args, SLOTS)

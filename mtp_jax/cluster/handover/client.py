@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_jax.cluster.handover.messages import KINDS, MOST_JSON, PURPOSE, End, Prefill, Sent, claim, expect
+from mtp_jax.cluster.handover.messages import (
+    KINDS,
+    MOST_JSON,
+    PURPOSE,
+    Done,
+    Prefill,
+    SentPage,
+    claim,
+    expect,
+)
 from mtp_jax.store.page import Page, checksum, size
 from mtp_jax.wire.connection import Connection, WireError
 from mtp_jax.wire.handshake import greet
@@ -106,15 +115,15 @@ class Peers:
             seconds = max(wanted.deadline - time.monotonic(), 1e-3)
             signed.send(Prefill(wanted.salt, wanted.first, seconds, np.asarray(wanted.ids, np.int32)))
             for digest in wanted.digests[wanted.first :]:
-                sent = expect(signed, Sent, End, most=size(wanted.like))
-                if isinstance(sent, End):
+                sent = expect(signed, SentPage, Done, most=size(wanted.like))
+                if isinstance(sent, Done):
                     return
                 page = _page(sent, digest, wanted)
                 pages.append((page, checksum(page)))
-            expect(signed, End)  # so that the server does not take a closed connection for a lost one
+            expect(signed, Done)  # so that the server does not take a closed connection for a lost one
 
 
-def _page(sent: Sent, digest: bytes, wanted: Wanted) -> Page:
+def _page(sent: SentPage, digest: bytes, wanted: Wanted) -> Page:
     """The message, if it is the page of this digest. Raises WireError."""
     if sent.identity != wanted.identity:
         raise WireError("config", "the weights of the other side were replaced meanwhile")

@@ -38,7 +38,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentPage:
     """A page.
 
     Attributes:
@@ -53,18 +53,18 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class End:
+class Done:
     """There are no further pages."""
 
 
 @dataclass(frozen=True)
-class Failed:
+class GaveUp:
     """The hand-over ends early. reason: one of ``REASONS``; any other word counts as "protocol"."""
 
     reason: str
 
 
-KINDS: dict[str, type] = {kind.__name__: kind for kind in (Prefill, Sent, End, Failed)}
+KINDS: dict[str, type] = {kind.__name__: kind for kind in (Prefill, SentPage, Done, GaveUp)}
 
 
 def claim(identity: str) -> bytes:
@@ -75,7 +75,7 @@ def claim(identity: str) -> bytes:
 def expect(signed: Signed, *kinds: type[_T], most: int = 0) -> _T:
     """Receive a message of one of these kinds, with at most ``most`` bytes of arrays. Raises WireError."""
     message: Any = signed.receive(most)
-    if isinstance(message, Failed):
+    if isinstance(message, GaveUp):
         known = message.reason in REASONS
         raise WireError(message.reason if known else "protocol", "" if known else "a reason that is none")
     if not isinstance(message, kinds):

@@ -11,10 +11,10 @@ from mtp_jax.cluster.handover.messages import (
     KINDS,
     MOST_JSON,
     PURPOSE,
-    End,
-    Failed,
+    Done,
+    GaveUp,
     Prefill,
-    Sent,
+    SentPage,
     claim,
     expect,
 )
@@ -104,11 +104,11 @@ class PageServer:
             for digest, page in self._pages(asked, connection.deadline):
                 if self._identity() != identity:
                     raise WireError("config", "the weights were replaced meanwhile")
-                signed.send(Sent(digest.hex(), identity, page))
+                signed.send(SentPage(digest.hex(), identity, page))
                 self.sent += 1
-            signed.send(End())
+            signed.send(Done())
         except WireError as error:
             self.failures[error.reason] += 1
             _LOG.info("a hand-over ended early: %s", error)
             with suppress(WireError):
-                signed.send(Failed(error.reason))
+                signed.send(GaveUp(error.reason))

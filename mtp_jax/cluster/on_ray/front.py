@@ -8,7 +8,7 @@ from serve.base.errors import ApiError
 from serve.base.settings import Settings
 from serve.bodies.reading import received
 from serve.http.access import Access, Headers, bounded
-from serve.http.in_process import Call
+from serve.http.in_process import SentRequest
 from serve.routes.table import ROUTES
 
 
@@ -18,7 +18,7 @@ class Front:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._access = settings, Access(settings)
 
-    async def call(self, request: Request) -> Call:
+    async def call(self, request: Request) -> SentRequest:
         """The request as it travels to a replica. Raises ApiError.
 
         A client without the right to ask is refused before a byte of its body is read.
@@ -31,7 +31,7 @@ class Front:
                 raise refused
             whole = Request(scope, bounded(request.receive, self._settings))
             body = await received(self._settings, whole)
-        return Call(
+        return SentRequest(
             scope["method"],
             scope["path"],
             list(scope["headers"]),

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from mtp_jax import ConfigError
 from mtp_jax.options import check, documented, option
 
-Routing = Literal["prefix", "even"]
+RoutingChoice = Literal["prefix", "even"]
 
 
 @documented
@@ -48,11 +48,11 @@ class RayOptions:
         unset="the mesh's devices over the engine's hosts, rounded up; 0 where the cluster has no GPU",
         metavar="N",
     )
-    routing: Routing = option(
+    routing: RoutingChoice = option(
         "prefix",
         "which engine gets a request: the one that knows most of its prompt (prefix), or the least "
         "busy (even)",
-        choices=get_args(Routing),
+        choices=get_args(RoutingChoice),
     )
     routing_slack: int = option(
         8,

@@ -27,7 +27,7 @@ from mtp_jax.cluster.on_ray.spec import EngineSpec
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
 from serve.base.sse import event
-from serve.http.in_process import Call, Head, stream
+from serve.http.in_process import AnswerHead, SentRequest, stream
 
 _LOG = logging.getLogger(__name__)
 _HEALTH_PERIOD_SECONDS = 2
@@ -61,7 +61,7 @@ class Replica:
         if self._gang is not None:
             self._gang.check()
 
-    async def answer(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
+    async def answer(self, call: SentRequest) -> AsyncGenerator[AnswerHead | bytes, None]:
         """Yield the head of the answer with its first bytes, then further bytes as they come.
 
         Raises EngineStopped where the engine was lost before the first.
@@ -69,7 +69,7 @@ class Replica:
         head, begun = None, False
         async with aclosing(stream(self._served.app, call)) as parts:
             async for part in parts:
-                if isinstance(part, Head):
+                if isinstance(part, AnswerHead):
                     head = part
                     continue
                 if not begun and self._served.allm.error is not None:
@@ -102,7 +102,7 @@ class Ingress:
         response.raw_headers = [(name, value) for name, value in head.headers if name != _NAME_HEADER]
         return response
 
-    async def _begin(self, call: Call) -> tuple[Head, bytes, Any]:
+    async def _begin(self, call: SentRequest) -> tuple[AnswerHead, bytes, Any]:
         """(head, first bytes, the rest) of the answer of the first replica that lives to begin one.
 
         Raises ApiError.
@@ -122,7 +122,7 @@ class Ingress:
             await asyncio.sleep(_AGAIN_SECONDS)
 
 
-async def _joined(head: Head, first: bytes, rest: Any) -> AsyncGenerator[bytes, None]:
+async def _joined(head: AnswerHead, first: bytes, rest: Any) -> AsyncGenerator[bytes, None]:
     """The body. It ends with an exception if its replica is lost, so that no client takes it as complete."""
     yield first
     try:

@@ -12,11 +12,11 @@ from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
 )
 
 from mtp_jax.cluster.on_ray.prefixes import Prefixes
-from serve.http.in_process import Call
+from serve.http.in_process import SentRequest
 
 
 class PrefixRouter(RequestRouter):
-    """Sends each ``Call`` to the replica that ``Prefixes`` ranks first, or to the next that has room."""
+    """Sends each ``SentRequest`` to the replica that ``Prefixes`` ranks first, or to the next with room."""
 
     def initialize_state(self, slack: int, by_prefix: bool) -> None:
         """Arguments of `request_router_kwargs`: those of ``Prefixes``, and whether prompts matter at all."""
@@ -47,7 +47,7 @@ class PrefixRouter(RequestRouter):
 
     def _of(self, request: PendingRequest) -> tuple[bytes, ...]:
         call = request.args[0] if request.args else None
-        return call.prefixes if self._by_prefix and isinstance(call, Call) else ()
+        return call.prefixes if self._by_prefix and isinstance(call, SentRequest) else ()
 
 
 def _name(request: PendingRequest) -> str:

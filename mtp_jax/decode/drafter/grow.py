@@ -79,7 +79,7 @@ class _Grown(struct.PyTreeNode):
 
 
 @dataclass(frozen=True)
-class Trees:
+class GrownTrees:
     """The trees of one step."""
 
     module: DraftModule

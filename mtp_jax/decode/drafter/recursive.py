@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.decode.drafter.grow import Trees
+from mtp_jax.decode.drafter.grow import GrownTrees
 from mtp_jax.decode.drafter.protocol import Committed, Drafts, width_of
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import Source, TreeShape
@@ -107,7 +107,7 @@ class Recursive:
         """
         if self.tree and rules.depth > self.tree.steps and not rules.logits:
             (cache,) = own.pages.cache
-            trees = Trees(self.module, params, on, s, rules, self.tree)
+            trees = GrownTrees(self.module, params, on, s, rules, self.tree)
             drafts, cache = trees.grow(own.slots.pending[:, :1], cache)
             return drafts, own.replace(pages=own.pages.replace(cache=(cache,)))
         layers = len(own.pages.cache)

@@ -20,7 +20,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.params import Layer, Params
-from mtp_jax.model.products.plain import Stream
+from mtp_jax.model.products.plain import Residual
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Eagle3Head:
         rows = beside(table, p.layer.attention_norm, p.hidden_norm, self.cfg.rms_norm_eps, given, on)
         return rows[..., width:] if self.head.normed_residual else given.hidden.astype(rows.dtype), rows
 
-    def fed_back(self, params: Params, on: Backend, k: int, x: Stream) -> Float[Array, "B W D"]:
+    def fed_back(self, params: Params, on: Backend, k: int, x: Residual) -> Float[Array, "B W D"]:
         """The stream before the head's norm or after it."""
         if self.head.normed_output:
             return on.finish(x, _of(params).norm, self.cfg.rms_norm_eps)

@@ -46,7 +46,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Split:
+class FileSplit:
     """Disjoint lists of files, both in path order."""
 
     train: list[SourceFile]
@@ -80,10 +80,10 @@ def read_files(root: str | Path | None = None) -> list[SourceFile]:
     return files
 
 
-def split(files: Sequence[SourceFile]) -> Split:
+def split(files: Sequence[SourceFile]) -> FileSplit:
     """Divide by file: a hash of the path decides, so the result does not depend on other files."""
     held = [_fraction(file.path) < HELD_OUT_FRACTION for file in files]
-    return Split(
+    return FileSplit(
         train=[file for file, out in zip(files, held, strict=True) if not out],
         held_out=[file for file, out in zip(files, held, strict=True) if out],
     )

@@ -98,25 +98,25 @@ def _of_drawn(params: Params, size: Measure = nbytes) -> Size:
 
 
 @dataclass(frozen=True)
-class Work:
+class LaunchCost:
     """Bytes read and floating-point operations of one launch."""
 
     bytes: float
     flops: float
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
+    def __add__(self, other: "LaunchCost") -> "LaunchCost":
+        return LaunchCost(self.bytes + other.bytes, self.flops + other.flops)
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of the model: the bytes of its weights, and their number."""
 
     bytes: Size
     count: Size
 
     @classmethod
-    def of(cls, part: Callable[[_T, Measure], Size], params: _T) -> "Part":
+    def of(cls, part: Callable[[_T, Measure], Size], params: _T) -> "ModelPart":
         """A part of some parameters, with its bytes and its number of weights."""
         return cls(part(params, nbytes), part(params, count))
 
@@ -129,7 +129,7 @@ def of_launch(
     dtype: str,
     shards: int,
     visited: Callable[[int], float] | None = None,
-) -> Work:
+) -> LaunchCost:
     """The work of one launch of an executable, over all devices; padding counts, as it is computed too.
 
     The trunk runs over windows of depth + 1 tokens and the chunk, its head over the windows and the last row
@@ -143,10 +143,10 @@ def of_launch(
     visited = visited or partial(expected_experts, cfg)
     itemsize = type_of[dtype].dtype.itemsize
     modules: tuple[NextN | HeadTree, ...] = (params.drafter,) if params.drafter else params.nextn
-    nextn = [Part.of(of_nextn, p) for p in modules]
-    rows_only = [Part.of(of_entries, p) for p in modules]
-    head, trunk = Part.of(of_head, params), Part.of(of_trunk, params)
-    drawn, draft_head = Part.of(_of_drawn, params), head_of(cfg)
+    nextn = [ModelPart.of(of_nextn, p) for p in modules]
+    rows_only = [ModelPart.of(of_entries, p) for p in modules]
+    head, trunk = ModelPart.of(of_head, params), ModelPart.of(of_trunk, params)
+    drawn, draft_head = ModelPart.of(_of_drawn, params), head_of(cfg)
     cached = key.pages * page_size
     # Layers that attend: a NextN layer's own, or none, where only rows are written.
     first, none = cfg.num_hidden_layers, range(0)
@@ -154,24 +154,24 @@ def of_launch(
     layers = 0 if draft_head else 1
     own = range(first, first + (sizes.num_hidden_layers if sizes else layers))
 
-    def run(part: Part, layers: range, *rows: tuple[int, int]) -> Work:
+    def run(part: ModelPart, layers: range, *rows: tuple[int, int]) -> LaunchCost:
         """Add one pass over rows: (sequences, tokens in each)."""
         count = sum(slots * width for slots, width in rows)
         experts = visited(count)
         active = part.count.touched(min(cfg.num_experts_per_tok or 0, experts))
-        attending = sum((of_attention(layer, some) for layer in layers for some in rows), Work(0, 0))
-        return Work(part.bytes.touched(experts), 2 * count * active) + attending
+        attending = sum((of_attention(layer, some) for layer in layers for some in rows), LaunchCost(0, 0))
+        return LaunchCost(part.bytes.touched(experts), 2 * count * active) + attending
 
-    def of_attention(layer: int, rows: tuple[int, int]) -> Work:
+    def of_attention(layer: int, rows: tuple[int, int]) -> LaunchCost:
         """The work of attention in a layer, of windows over the cached rows of their slots."""
         (slots, width), of = rows, cfg
         if sizes and layer in own:
             of = sizes
         a = attention(of, layer, width, cached)
         values = a.rows * of.row.width + a.keys * of.index_dim(layer)
-        return Work(slots * values * itemsize, slots * (a.flops + a.scoring))
+        return LaunchCost(slots * values * itemsize, slots * (a.flops + a.scoring))
 
-    def extend(rows: tuple[int, int]) -> list[Work]:
+    def extend(rows: tuple[int, int]) -> list[LaunchCost]:
         """Add the NextN entries of known tokens; the last layer computes its entries only."""
         passes = [run(p, own, rows) for p in nextn[:-1]]
         return [*passes, *(run(p, none, rows) for p in rows_only[-1:])]
@@ -192,7 +192,7 @@ def of_launch(
         passes += extend(windows)
     if key.tokens:
         passes += extend(chunk)
-    return sum(passes, Work(0, 0))
+    return sum(passes, LaunchCost(0, 0))
 
 
 def distinct_experts(ids: np.ndarray, window: int) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtp_jax.decode.law import Asked
+from mtp_jax.decode.law import Acceptance
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -12,7 +12,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench.acceptance import repeated
 from mtp_jax.lab.bench.report import Report, forced
-from mtp_jax.lab.bench.subject import Prompts, Subject, prompts_for
+from mtp_jax.lab.bench.subject import EqualPrompts, Subject, prompts_for
 from mtp_jax.lab.bench.synthetic import complete
 from mtp_jax.spread import Spread
 
@@ -40,7 +40,7 @@ class Decode:
 
 
 def decode_alternating(
-    engines: dict[int, Engine], prompts: Prompts, max_tokens: int, temperature: float = 0.0
+    engines: dict[int, Engine], prompts: EqualPrompts, max_tokens: int, temperature: float = 0.0
 ) -> dict[int, Decode]:
     """Decode every prompt at every depth before the next prompt, the depths in rotating order.
 
@@ -82,7 +82,7 @@ def run(
     prompts: int,
     prompt_tokens: int,
     max_tokens: int,
-    synthetic_acceptance: Asked | None = None,
+    synthetic_acceptance: Acceptance | None = None,
 ) -> Report:
     """Decode the same prompts at each temperature and depth, each depth against depth 0 of its temperature.
 

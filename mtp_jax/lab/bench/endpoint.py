@@ -14,17 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.lab.bench.latency import Timeline
-from mtp_jax.lab.bench.traffic import Prompt
+from mtp_jax.lab.bench.traffic import TrafficPrompt
 
 Api = Literal["completions", "chat"]
 # Places of a server's token counts: in every chunk, at the end of an answer, or nowhere.
-Counts = Literal["chunks", "answers", "none"]
+Counting = Literal["chunks", "answers", "none"]
 _ROUTES: Mapping[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _REFUSAL_CHARACTERS = 200  # characters of a refusal that are shown: it may be a page of HTML
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answered:
     """The outcome of a request.
 
     Attributes:
@@ -36,7 +36,7 @@ class Answer:
 
     timeline: Timeline
     prompt_tokens: int = 0
-    counts: Counts = "none"
+    counts: Counting = "none"
     failure: str = ""
 
 
@@ -54,9 +54,9 @@ class Endpoint:
     http: httpx2.AsyncClient
     api: Api
     fields: JsonMapping
-    counts: Counts = "chunks"
+    counts: Counting = "chunks"
 
-    def body(self, prompt: Prompt) -> JsonObject:
+    def body(self, prompt: TrafficPrompt) -> JsonObject:
         """The body of a streamed request. Raises ConfigError for a prompt that the route does not take."""
         options: JsonObject = {"include_usage": True}
         if self.counts == "chunks":
@@ -70,14 +70,14 @@ class Endpoint:
             raise ConfigError("a chat takes no token ids; leave --vocabulary out, or give --api completions")
         return {**self.fields, **stream, "messages": told or [{"role": "user", "content": prompt}]}
 
-    async def ask(self, prompt: Prompt, due: float) -> Answer:
+    async def ask(self, prompt: TrafficPrompt, due: float) -> Answered:
         """Send a request, and measure times from ``due``, in seconds of ``perf_counter``."""
-        answer, body = _Reader(Timeline(due)), self.body(prompt)
+        answer, body = _AnswerReader(Timeline(due)), self.body(prompt)
         try:
             async with self.http.stream("POST", _ROUTES[self.api], json=body) as response:
                 if response.status_code != 200:
                     said = (await response.aread()).decode(errors="replace")
-                    return Answer(answer.timeline, failure=f"{response.status_code}: {_refusal(said)}")
+                    return Answered(answer.timeline, failure=f"{response.status_code}: {_refusal(said)}")
                 async for at, data in _events(response):
                     answer.take(at, data)
         except (
@@ -88,12 +88,12 @@ class Endpoint:
             AttributeError,
             RecursionError,
         ) as error:
-            return Answer(answer.timeline, failure=f"{type(error).__name__}: {error}".rstrip(": "))
+            return Answered(answer.timeline, failure=f"{type(error).__name__}: {error}".rstrip(": "))
         return answer.close()
 
 
 @dataclass
-class _Reader:
+class _AnswerReader:
     """Reads the chunks of one answer."""
 
     timeline: Timeline
@@ -124,7 +124,7 @@ class _Reader:
                 self.timeline.add(at, tokens - self.counted)
             self.counted = tokens
 
-    def close(self) -> Answer:
+    def close(self) -> Answered:
         """Spread tokens that no chunk counted evenly over the chunks; without any count each chunk is one."""
         chunks = len(self.texts)
         if not self.by_chunk:
@@ -134,7 +134,7 @@ class _Reader:
         # A single chunk has all tokens, by any count.
         counts = "none" if not self.counted else "chunks" if self.by_chunk or chunks < 2 else "answers"
         failure = self.failure or ("" if self.ended else "the stream ended before the answer did")
-        return Answer(self.timeline, self.prompt_tokens, counts, failure)
+        return Answered(self.timeline, self.prompt_tokens, counts, failure)
 
 
 def _says(choice: JsonMapping) -> bool:
@@ -178,7 +178,7 @@ def address(url: str) -> str:
 
 
 async def connect(
-    http: httpx2.AsyncClient, api: Api, model: str | None, fields: JsonMapping, prompt: Prompt
+    http: httpx2.AsyncClient, api: Api, model: str | None, fields: JsonMapping, prompt: TrafficPrompt
 ) -> Endpoint:
     """Find the model's name if none is given, and the place of token counts, by a request for one token.
 
@@ -187,8 +187,8 @@ async def connect(
     named = {"model": model or await _model(http), **fields}
     # A short prompt, so that a prompt too long for the server is a failure of its own request only.
     ids = [token for token in prompt if isinstance(token, int)][:1]
-    short: Prompt = ids or "Hello"
-    for counts in get_args(Counts):  # each requests fewer counts
+    short: TrafficPrompt = ids or "Hello"
+    for counts in get_args(Counting):  # each requests fewer counts
         one = await Endpoint(http, api, named | {"max_tokens": 1}, counts).ask(short, time.perf_counter())
         if not one.failure:
             return Endpoint(http, api, named, counts)
@@ -214,7 +214,7 @@ async def _model(http: httpx2.AsyncClient) -> str:
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftCounts:
     """Counts of a server's drafts, under vLLM's names.
 
     Attributes:
@@ -230,10 +230,10 @@ class Drafted:
     positions: tuple[int, ...]
     forced: float = 0.0
 
-    def since(self, before: "Drafted") -> "Drafted | None":
+    def since(self, before: "DraftCounts") -> "DraftCounts | None":
         """The difference to earlier counts; None if there were no drafts, or the server was restarted."""
         pairs = zip(self.positions, before.positions or (0,) * len(self.positions), strict=False)
-        found = Drafted(
+        found = DraftCounts(
             self.rows - before.rows,
             self.drafts - before.drafts,
             self.accepted - before.accepted,
@@ -248,7 +248,7 @@ class Drafted:
         return 1 + self.accepted / self.rows
 
 
-async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
+async def drafted(http: httpx2.AsyncClient) -> DraftCounts | None:
     """The counts in a /metrics page; None where it has none of them, or no numbers."""
     try:
         response = await http.get("/metrics")
@@ -257,7 +257,7 @@ async def drafted(http: httpx2.AsyncClient) -> Drafted | None:
         return None
 
 
-def _counted(page: str) -> Drafted | None:
+def _counted(page: str) -> DraftCounts | None:
     """The counts of a page. Raises ValueError, OverflowError for another."""
     families = [*text_string_to_metric_families(page)]
     counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
@@ -279,7 +279,9 @@ def _counted(page: str) -> Drafted | None:
     if not known:
         return None
     by_position = tuple(positions[i] for i in sorted(positions))
-    return Drafted(counts["drafts"], counts["draft_tokens"], counts["accepted_tokens"], by_position, forced)
+    return DraftCounts(
+        counts["drafts"], counts["draft_tokens"], counts["accepted_tokens"], by_position, forced
+    )
 
 
 async def sleep_until(due: float) -> None:

@@ -17,7 +17,7 @@ from mtp_jax.api.local import make_runner
 from mtp_jax.checkpoint import formats_kept
 from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.launches import ReleaseCache
-from mtp_jax.decode.law import Asked
+from mtp_jax.decode.law import Acceptance
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.config import Dtype, EngineConfig, KernelChoice
 from mtp_jax.errors import ConfigError
@@ -46,7 +46,7 @@ _CARD = GPUS["h200"]
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """The steps to measure.
 
     Attributes:
@@ -61,20 +61,20 @@ class Load:
     depths: Sequence[int]
     slots: Sequence[int]
     rows: int | None = None
-    acceptance: Asked = ACCEPTANCE
+    acceptance: Acceptance = ACCEPTANCE
     steps: int = 200
     sampled: bool = False
 
 
 @dataclass(frozen=True)
-class Level:
+class StepLevel:
     """A depth with a number of slots, of one model.
 
     Attributes:
         cfg: the model; at depth 0 its trunk alone.
         config: sizes of the engine.
         rows: cached rows of each slot before the first step.
-        sampled: see ``Load``.
+        sampled: see ``StepLoad``.
     """
 
     cfg: ModelConfig
@@ -118,7 +118,7 @@ class Level:
         return f"depth {self.depth}, {self.slots} slot{'s' * (self.slots != 1)} of {self.rows:,} rows"
 
 
-def levels_of(name: str, cfg: ModelConfig, load: Load) -> list[Level]:
+def levels_of(name: str, cfg: ModelConfig, load: StepLoad) -> list[StepLevel]:
     """The levels, checked. Raises ConfigError."""
     if wrong := [depth for depth in load.depths if not 0 <= depth <= MAX_DRAFTS]:
         raise ConfigError(f"--depths {wrong[0]}; expected 0 to {MAX_DRAFTS} drafts")
@@ -137,7 +137,7 @@ def levels_of(name: str, cfg: ModelConfig, load: Load) -> list[Level]:
             f"{cfg.max_position_embeddings:,} tokens; lower --rows or --steps"
         )
 
-    def level(slots: int, depth: int) -> Level:
+    def level(slots: int, depth: int) -> StepLevel:
         given = load.acceptance
         kept = given if isinstance(given, str | int | float) else tuple(given)[:depth]
         config = EngineConfig(
@@ -149,13 +149,13 @@ def levels_of(name: str, cfg: ModelConfig, load: Load) -> list[Level]:
             prefix_cache=False,
             synthetic_acceptance=kept if depth else None,
         )
-        return Level(cfg if depth else cfg.without_drafts(), config, rows, load.sampled)
+        return StepLevel(cfg if depth else cfg.without_drafts(), config, rows, load.sampled)
 
     slots, depths = map(dict.fromkeys, (load.slots, load.depths))
     return [level(count, depth) for count in slots for depth in depths]
 
 
-def run(name: str, cfg: ModelConfig, load: Load, trace: bool = False) -> Iterator[Report]:
+def run(name: str, cfg: ModelConfig, load: StepLoad, trace: bool = False) -> Iterator[Report]:
     """Measure level by level, on this process's device. trace: also print where each level's time goes.
 
     Raises ConfigError at once, before anything is allocated, for levels that the device cannot hold.
@@ -168,7 +168,7 @@ def run(name: str, cfg: ModelConfig, load: Load, trace: bool = False) -> Iterato
 
 
 def _measured(
-    name: str, levels: Sequence[Level], whole: Params, sizes: Sequence[int], count: int, trace: bool
+    name: str, levels: Sequence[StepLevel], whole: Params, sizes: Sequence[int], count: int, trace: bool
 ) -> Iterator[Report]:
     """A report after each level. whole: shapes of the parameters. count: steps of a level."""
     cfg, device = levels[0].cfg, jax.devices()[0].device_kind
@@ -190,7 +190,7 @@ def _measured(
         yield forced(report, "; ".join(laws.values())) if laws else report
 
 
-def _sizes(cfg: ModelConfig, levels: Sequence[Level]) -> tuple[Params, list[int]]:
+def _sizes(cfg: ModelConfig, levels: Sequence[StepLevel]) -> tuple[Params, list[int]]:
     """Shapes of the parameters that the levels read together, and each level's bytes of cache."""
     dtype = levels[0].config.dtype
     drafting = any(level.depth for level in levels)
@@ -231,12 +231,12 @@ _NOTE = (
 _FLOOR = "Floor: bytes of weights and cached rows that a step reads, if tokens choose experts evenly, over "
 
 
-def _about(level: Level, weights: int) -> str:
+def _about(level: StepLevel, weights: int) -> str:
     mode = "the program that can sample" if level.sampled else "greedy"
     return f"{weights / _GIB:.3g} GiB of weights, {level.rows:,} cached rows per slot, {mode}"
 
 
-def _figures(level: Level, m: steps.Measured, touched: float, card: Gpu | None) -> JsonObject:
+def _figures(level: StepLevel, m: steps.MeasuredSteps, touched: float, card: Gpu | None) -> JsonObject:
     """Results of a level; card: None: its bandwidth is unknown."""
     return {
         "depth": level.depth,
@@ -287,7 +287,7 @@ def _spent(f: JsonObject) -> str:
 # Without a GPU
 
 
-def dry_run(name: str, cfg: ModelConfig, load: Load) -> Iterator[Report]:
+def dry_run(name: str, cfg: ModelConfig, load: StepLoad) -> Iterator[Report]:
     """Lower each level's program for an H200 and count its bytes; nothing runs, and nothing is allocated.
 
     Raises ConfigError for levels that no device can run.
@@ -318,7 +318,7 @@ def _on_h200() -> Iterator[None]:
         yield
 
 
-def _lower(level: Level, whole: Params) -> JsonObject:
+def _lower(level: StepLevel, whole: Params) -> JsonObject:
     """The figures of a lowered program.
 
     Kernels are required first, so that a refusal has a reason. A shape that they refuse is lowered again, as

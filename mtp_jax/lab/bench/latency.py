@@ -65,7 +65,7 @@ class Percentiles:
 
 
 @dataclass(frozen=True)
-class Summary:
+class LatencySummary:
     """Many requests over ``seconds``.
 
     Attributes:
@@ -92,7 +92,7 @@ class Summary:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @classmethod
-    def of(cls, timelines: Sequence[Timeline], seconds: float) -> "Summary":
+    def of(cls, timelines: Sequence[Timeline], seconds: float) -> "LatencySummary":
         """The summary of timelines; requests without a token are left out."""
         came = [t for t in timelines if t.arrivals]
         return cls(
@@ -106,7 +106,7 @@ class Summary:
         )
 
 
-def row(rounds: Sequence[Summary]) -> tuple[str, ...]:
+def row(rounds: Sequence[LatencySummary]) -> tuple[str, ...]:
     """Cells of a table with ``HEADERS``: medians over the rounds, of the rate and of every percentile."""
     times = (("ttft", 1), ("tpot", 2), ("itl", 2), ("e2e", 0))
     cells = (
@@ -116,7 +116,7 @@ def row(rounds: Sequence[Summary]) -> tuple[str, ...]:
     return (f"{statistics.median(s.rate for s in rounds):.1f}", *cells)
 
 
-def median_of(rounds: Sequence[Summary], latency: str, at: str) -> float:
+def median_of(rounds: Sequence[LatencySummary], latency: str, at: str) -> float:
     """The median over rounds of a percentile of a latency, in seconds."""
     return statistics.median(getattr(getattr(s, latency), at) for s in rounds)
 

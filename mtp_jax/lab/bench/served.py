@@ -15,26 +15,26 @@ from mtp_jax.decode.law import MARK
 from mtp_jax.errors import MtpJaxError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.lab.bench.endpoint import (
-    Answer,
+    Answered,
     Api,
-    Counts,
-    Drafted,
+    Counting,
+    DraftCounts,
     Endpoint,
     address,
     connect,
     drafted,
     sleep_until,
 )
-from mtp_jax.lab.bench.latency import HEADERS, Summary, acceptance_per_position, row
+from mtp_jax.lab.bench.latency import HEADERS, LatencySummary, acceptance_per_position, row
 from mtp_jax.lab.bench.report import Report, forced
-from mtp_jax.lab.bench.traffic import Arrivals, Prompt, Prompts, schedule
+from mtp_jax.lab.bench.traffic import Arrivals, Traffic, TrafficPrompt, schedule
 
 KEY = "OPENAI_API_KEY"
 _SHOWN_FAILURES = 5
 
 
 @dataclass(frozen=True)
-class Load:
+class ServerLoad:
     """Load on a server.
 
     Attributes:
@@ -53,7 +53,7 @@ class Load:
 
 
 def run(
-    url: str, api: Api, model: str | None, fields: JsonMapping, prompts: Prompts, load: Load
+    url: str, api: Api, model: str | None, fields: JsonMapping, prompts: Traffic, load: ServerLoad
 ) -> Iterator[Report]:
     """Measure level by level; yields the report so far after each.
 
@@ -67,7 +67,7 @@ def run(
     http = httpx2.AsyncClient(
         base_url=address(url), headers=headers, timeout=load.seconds, limits=limits, trust_env=False
     )
-    levels: list[Level] = []
+    levels: list[RateLevel] = []
     with asyncio.Runner() as runner:
         try:
             endpoint = runner.run(connect(http, api, model, fields, given[0]))
@@ -80,13 +80,13 @@ def run(
 
 
 @dataclass(frozen=True)
-class Level:
+class RateLevel:
     """Results of one rate."""
 
     rate: float
-    summary: Summary
-    answers: Sequence[Answer]
-    drafts: Drafted | None
+    summary: LatencySummary
+    answers: Sequence[Answered]
+    drafts: DraftCounts | None
 
     @property
     def failures(self) -> Counter[str]:
@@ -99,7 +99,7 @@ class Level:
         return len(self.answers) - self.failures.total()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> Counting:
         """The least informative place of counts among complete answers."""
         return _least([a.counts for a in self.answers if not a.failure])
 
@@ -132,17 +132,19 @@ class Level:
         }
 
 
-def _least(counts: Sequence[Counts]) -> Counts:
-    return max(counts, key=get_args(Counts).index)
+def _least(counts: Sequence[Counting]) -> Counting:
+    return max(counts, key=get_args(Counting).index)
 
 
-async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], load: Load) -> Level:
+async def _level(
+    endpoint: Endpoint, rate: float, prompts: Sequence[TrafficPrompt], load: ServerLoad
+) -> RateLevel:
     """Measure one rate; only complete answers count. Raises MtpJaxError if there is none."""
     before = await drafted(endpoint.http)
     start = time.perf_counter()
     due = [start + after for after in schedule(len(prompts), rate, load.arrivals, load.seed)]
 
-    async def one(prompt: Prompt, at: float) -> Answer:
+    async def one(prompt: TrafficPrompt, at: float) -> Answered:
         await sleep_until(at)
         return await endpoint.ask(prompt, at)
 
@@ -151,7 +153,7 @@ async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], loa
     whole = [a.timeline for a in answers if not a.failure]
     seconds = max((t.sent + t.end - start for t in whole if t.arrivals), default=0.0)
     drafts = after.since(before) if before and after else None
-    level = Level(rate, Summary.of(whole, seconds), answers, drafts)
+    level = RateLevel(rate, LatencySummary.of(whole, seconds), answers, drafts)
     if not level.summary.requests:
         reasons = "; ".join(f"{n} x {why}" for why, n in level.failures.most_common(_SHOWN_FAILURES))
         raise MtpJaxError(f"no request at {rate:g} per second was answered: {reasons or 'without a token'}")
@@ -161,9 +163,9 @@ async def _level(endpoint: Endpoint, rate: float, prompts: Sequence[Prompt], loa
 def _report(
     url: str,
     endpoint: Endpoint,
-    prompts: Prompts,
-    load: Load,
-    levels: Sequence[Level],
+    prompts: Traffic,
+    load: ServerLoad,
+    levels: Sequence[RateLevel],
 ) -> Report:
     counted = {
         "chunks": "Tokens are the server's count in every chunk.",

@@ -14,7 +14,7 @@ INDEXER = IndexerConfig(heads=64, dim=128, topk=2048)
 
 
 @dataclass(frozen=True)
-class Shape:
+class NamedShape:
     """A shape that has a name.
 
     Attributes:
@@ -70,22 +70,22 @@ _TINY = replace(
     n_routed_experts=16,
 )
 
-NAMED: Mapping[str, Shape] = {
-    "share": Shape(
+NAMED: Mapping[str, NamedShape] = {
+    "share": NamedShape(
         "the part of DeepSeek-V3 that one of 8 GPUs computes, its heads, widths and vocabulary split over 8, "
         "without the collectives; 128 of 256 experts, of which a step of few tokens reads as many",
         _SHARE,
         _WHOLE,
     ),
-    "deep": Shape(
+    "deep": NamedShape(
         "DeepSeek-V3 with 16 experts in each layer",
         replace(DEEPSEEK_V3, n_routed_experts=16, n_group=1, topk_group=1),
         _WHOLE,
     ),
-    "wide": Shape("5 layers of DeepSeek-V3", v3(_WHOLE), 5),
-    "sparse": Shape("5 layers of DeepSeek-V3.2 with 128 experts in each", v3(_WHOLE, INDEXER, 128), 5),
-    "joyai": Shape("JoyAI-LLM-Flash, 48 B", _JOYAI, 40),
-    "tiny": Shape("2 small layers, for a CPU", _TINY, 2),
+    "wide": NamedShape("5 layers of DeepSeek-V3", v3(_WHOLE), 5),
+    "sparse": NamedShape("5 layers of DeepSeek-V3.2 with 128 experts in each", v3(_WHOLE, INDEXER, 128), 5),
+    "joyai": NamedShape("JoyAI-LLM-Flash, 48 B", _JOYAI, 40),
+    "tiny": NamedShape("2 small layers, for a CPU", _TINY, 2),
 }
 """The shapes by name, all in FP8: each fits into the memory of one GPU."""
 

@@ -30,12 +30,12 @@ ATTENTION = "mla_decode"
 """The beginning of the name of the kernel with which a layer begins."""
 _WINDOW = "traced steps"
 
-Launches = Sequence[tuple[str, float]]
+TimedLaunches = Sequence[tuple[str, float]]
 """Launches in order: a kernel, and its seconds."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """Steps of one program.
 
     Attributes:
@@ -48,7 +48,7 @@ class Measured:
     seconds: Spread
     call: Spread
     tokens: float
-    launches: Launches
+    launches: TimedLaunches
 
 
 def growth(depth: int, steps: int) -> int:
@@ -56,7 +56,7 @@ def growth(depth: int, steps: int) -> int:
     return (depth + 1) * (1 + SETTLE + steps + TRACED)
 
 
-def measure(runner: LocalRunner, key: StepKey, rows: int, steps: int) -> Measured:
+def measure(runner: LocalRunner, key: StepKey, rows: int, steps: int) -> MeasuredSteps:
     """Compile a program and time its steps; every slot is in the midst of a request, with ``rows`` rows.
 
     The pages of the cache, and the model's positions, must have room for ``rows`` and ``growth``.
@@ -75,7 +75,7 @@ def measure(runner: LocalRunner, key: StepKey, rows: int, steps: int) -> Measure
     pending.read()
     tokens = statistics.fmean(map(float, counts[SETTLE:]))
     found = launches(_traced(runner, key))
-    return Measured(Spread.of(times[SETTLE:]), Spread.of(calls[SETTLE:]), tokens, found)
+    return MeasuredSteps(Spread.of(times[SETTLE:]), Spread.of(calls[SETTLE:]), tokens, found)
 
 
 def declare(runner: LocalRunner, depth: int, rows: int) -> None:
@@ -117,13 +117,13 @@ def _traced(runner: LocalRunner, key: StepKey) -> Trace:
         return read(recorded, _WINDOW)
 
 
-def launches(trace: Trace) -> Launches:
+def launches(trace: Trace) -> TimedLaunches:
     """Every launch in order: its kernel, without XLA's number, and its seconds."""
     ops = sorted((op for line in trace.lines for op in line), key=lambda op: op.start)
     return [(re.sub(r"[._]\d+$", "", op.kernel), (op.end - op.start) / 1e9) for op in ops]
 
 
-def kernels(found: Launches) -> list[tuple[str, int, float]]:
+def kernels(found: TimedLaunches) -> list[tuple[str, int, float]]:
     """(kernel, launches, seconds) of each kernel, the longest first."""
     spent: dict[str, list[float]] = defaultdict(list)
     for name, seconds in found:
@@ -131,7 +131,7 @@ def kernels(found: Launches) -> list[tuple[str, int, float]]:
     return sorted(((n, len(s), sum(s)) for n, s in spent.items()), key=lambda row: -row[2])
 
 
-def layer(found: Launches) -> Launches:
+def layer(found: TimedLaunches) -> TimedLaunches:
     """(kernel, median seconds) of each launch from one layer's attention to the next, in the commonest order.
 
     Empty where no kernel of ours computes attention.

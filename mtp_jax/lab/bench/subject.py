@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from mtp_jax import checkpoint
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import local_engine
-from mtp_jax.decode.law import Asked
+from mtp_jax.decode.law import Acceptance
 from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
@@ -38,7 +38,7 @@ class Subject:
         slots: int,
         max_model_len: int,
         adaptive: bool = False,
-        synthetic_acceptance: Asked | None = None,
+        synthetic_acceptance: Acceptance | None = None,
     ) -> Engine:
         """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
 
@@ -80,14 +80,14 @@ def load(model: str, drafts: bool = True) -> Subject:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class EqualPrompts:
     """Prompts of equal length, and their origin."""
 
     ids: list[list[int]]
     source: str
 
 
-def prompts_for(subject: Subject, count: int, length: int) -> Prompts:
+def prompts_for(subject: Subject, count: int, length: int) -> EqualPrompts:
     """Prompts for the demo model: text held out of its training; for any other: random ids.
 
     Raises ConfigError if there is not enough text.
@@ -95,10 +95,10 @@ def prompts_for(subject: Subject, count: int, length: int) -> Prompts:
     if count < 1:
         raise ConfigError(f"{count} prompts; expected at least 1")
     if subject.name != DEMO:
-        return Prompts(random_prompts(subject.config, count, length), "random token ids, seed 0")
+        return EqualPrompts(random_prompts(subject.config, count, length), "random token ids, seed 0")
     tokenizer = Tokenizer.from_file(str(subject.directory / "tokenizer.json"))
     files = corpus.read_files()
     held_out = corpus.split(files).held_out
     ids = corpus.held_out_prompts(tokenizer, held_out, count, length)
     digest = corpus.fingerprint(files)[:12]
-    return Prompts(ids, f"standard library files held out of training, corpus {digest}")
+    return EqualPrompts(ids, f"standard library files held out of training, corpus {digest}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from mtp_jax.api.session import Session
-from mtp_jax.decode.law import Asked, Law
+from mtp_jax.decode.law import Acceptance, Law
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
@@ -15,7 +15,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench.latency import (
     HEADERS,
     PERCENTILES_NOTE,
-    Summary,
+    LatencySummary,
     Timeline,
     acceptance_per_position,
     row,
@@ -31,7 +31,7 @@ _DRAFTING: tuple[Mode, ...] = "fixed", "adaptive"
 
 
 @dataclass(frozen=True)
-class Load:
+class SweepLoad:
     """The load of every mode.
 
     Attributes:
@@ -57,15 +57,17 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModeRun:
     """One run of one mode: latencies, counts of drafts, and the tokens."""
 
-    summary: Summary
+    summary: LatencySummary
     speculation: Speculation
     texts: list[list[int]]
 
 
-def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, concurrency: int) -> Run:
+def closed_loop(
+    engine: Engine, prompts: Sequence[Sequence[int]], load: SweepLoad, concurrency: int
+) -> ModeRun:
     """Complete every prompt, ``concurrency`` at a time: a new request begins when one ends."""
     params = [
         SamplingParams(temperature=load.temperature, max_tokens=load.max_tokens, ignore_eos=True)
@@ -93,15 +95,15 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, co
             seen[request.id] = len(request.progress.output)
             if request.finished and waiting:
                 submit()
-    return Run(
-        Summary.of(list(lines.values()), time.perf_counter() - began),
+    return ModeRun(
+        LatencySummary.of(list(lines.values()), time.perf_counter() - began),
         sum((r.progress.speculation for r in requests), Speculation()),
         [r.progress.output for r in requests],
     )
 
 
 def run(
-    subject: Subject, modes: Sequence[Mode], load: Load, synthetic_acceptance: Asked | None = None
+    subject: Subject, modes: Sequence[Mode], load: SweepLoad, synthetic_acceptance: Acceptance | None = None
 ) -> Iterator[Report]:
     """Measure all modes at every level, alternating; "off" is always among them, as the baseline.
 
@@ -160,17 +162,17 @@ def _about(load: Load, source: str, control: bool) -> str:
 
 def _rounds(
     engines: Mapping[Mode, Engine], prompts: Sequence[Sequence[int]], load: Load, level: int
-) -> dict[Mode, list[Run]]:
+) -> dict[Mode, list[ModeRun]]:
     """Runs of every mode at one level, in turns that begin with another mode each; the first is dropped."""
     modes: list[Mode] = [*engines]
-    runs: dict[Mode, list[Run]] = {m: [] for m in modes}
+    runs: dict[Mode, list[ModeRun]] = {m: [] for m in modes}
     for i in range(load.rounds + 1):
         for mode in modes[i % len(modes) :] + modes[: i % len(modes)]:
             runs[mode].append(closed_loop(engines[mode], prompts, load, level))
     return {mode: done[1:] for mode, done in runs.items()}
 
 
-def _figures(level: int, mode: Mode, runs: Mapping[Mode, list[Run]], exact: bool) -> JsonObject:
+def _figures(level: int, mode: Mode, runs: Mapping[Mode, list[ModeRun]], exact: bool) -> JsonObject:
     """exact: whether the tokens of all modes must be the same."""
     own, plain = runs[mode], runs["off"]
     spec = sum((r.speculation for r in own), Speculation())

@@ -12,8 +12,8 @@ from typing import Literal
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 
-Message = dict[str, str]
-Prompt = str | list[int] | list[Message]
+ChatMessage = dict[str, str]
+TrafficPrompt = str | list[int] | list[ChatMessage]
 Arrivals = Literal["poisson", "fixed"]
 _USERS = ("human", "user")
 _SHOWN = 400  # characters of a file's categories in a message: five lines of a terminal
@@ -21,7 +21,7 @@ _WORD_LETTERS = 5  # letters of an English word, about (Norvig, "English Letter 
 
 
 @dataclass(frozen=True)
-class Prompts:
+class Traffic:
     """Prompts, and a description of their origin.
 
     Attributes:
@@ -29,10 +29,10 @@ class Prompts:
         source: the origin of the prompts.
     """
 
-    all: Sequence[Prompt]
+    all: Sequence[TrafficPrompt]
     source: str
 
-    def take(self, count: int, seed: int) -> list[Prompt]:
+    def take(self, count: int, seed: int) -> list[TrafficPrompt]:
         """``count`` prompts in a random order; a file with fewer begins again, in another order."""
         rng, taken = random.Random(seed), []
         while len(taken) < count:
@@ -54,7 +54,7 @@ def schedule(count: int, rate: float, arrivals: Arrivals, seed: int) -> list[flo
     return due
 
 
-def random_prompts(count: int, length: int, spread: float, vocab: int | None, seed: int) -> Prompts:
+def random_prompts(count: int, length: int, spread: float, vocab: int | None, seed: int) -> Traffic:
     """Prompts of random token ids below ``vocab``, or of random words where ``vocab`` is None.
 
     Lengths in ids or words are uniform from ``length * (1 - spread)`` to ``length * (1 + spread)``.
@@ -65,7 +65,7 @@ def random_prompts(count: int, length: int, spread: float, vocab: int | None, se
     def word() -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=_WORD_LETTERS))
 
-    def prompt() -> Prompt:
+    def prompt() -> TrafficPrompt:
         size = rng.randint(low, high)
         if vocab is None:
             return " ".join(word() for _ in range(size))
@@ -73,10 +73,10 @@ def random_prompts(count: int, length: int, spread: float, vocab: int | None, se
 
     lengths = f"{low}" if low == high else f"{low} to {high}"
     what = "random words" if vocab is None else f"random token ids below {vocab}"
-    return Prompts([prompt() for _ in range(count)], f"{lengths} {what}")
+    return Traffic([prompt() for _ in range(count)], f"{lengths} {what}")
 
 
-def sharegpt(path: Path) -> Prompts:
+def sharegpt(path: Path) -> Traffic:
     """The user's first message of every conversation, of a JSON list as ShareGPT's is.
 
     Raises ConfigError for a file of another form.
@@ -92,7 +92,7 @@ def sharegpt(path: Path) -> Prompts:
     )
 
 
-def speed_bench(path: Path, category: str | None = None) -> Prompts:
+def speed_bench(path: Path, category: str | None = None) -> Traffic:
     """The first turn of every line: JSON with ``turns``, a list of texts, or ``messages``.
 
     category: take the lines with this one alone; None: all. Raises ConfigError for a file of another form, or
@@ -123,10 +123,13 @@ def _text(path: Path) -> str:
 
 
 def _from_file(
-    path: Path, entries: Sequence[JsonObject], first: Callable[[JsonObject], Prompt | None], expected: str
-) -> Prompts:
+    path: Path,
+    entries: Sequence[JsonObject],
+    first: Callable[[JsonObject], TrafficPrompt | None],
+    expected: str,
+) -> Traffic:
     """Read prompts of a file. Entries without a user's text are left out; another form is an error."""
-    found: list[Prompt] = []
+    found: list[TrafficPrompt] = []
     for number, entry in enumerate(entries, 1):
         try:
             prompt = first(entry)
@@ -136,15 +139,15 @@ def _from_file(
             found.append(prompt)
     if not found:
         raise ConfigError(f"{path} has no prompts; expected objects with {expected}")
-    return Prompts(found, f"{path.name}, {len(found)} prompts")
+    return Traffic(found, f"{path.name}, {len(found)} prompts")
 
 
-def _first_of_conversation(entry: JsonObject) -> Prompt | None:
+def _first_of_conversation(entry: JsonObject) -> TrafficPrompt | None:
     said = entry["conversations"]
     return next((_said(turn["value"]) for turn in said if turn["from"] in _USERS and turn["value"]), None)
 
 
-def _first_turn(entry: JsonObject) -> Prompt | None:
+def _first_turn(entry: JsonObject) -> TrafficPrompt | None:
     if "turns" in entry:
         turns = entry["turns"]
         return _said(turns[0]) if turns else None

@@ -238,7 +238,7 @@ def _sweep(a: Arguments) -> Reports:
     forced = a.synthetic_acceptance
     if given := a.simulate_acceptance:
         forced = tuple(itertools.accumulate([*given, *given[-1:] * a.depth][: a.depth], operator.mul))
-    load = sweep.Load(
+    load = sweep.SweepLoad(
         a.concurrency, a.depth, a.requests, a.prompt_tokens, a.max_tokens, a.temperature, a.rounds
     )
     yield from sweep.run(subject.load(a.model, drafts=bool(drafting)), a.modes, load, forced)
@@ -265,7 +265,7 @@ def _gpu(a: Arguments) -> Reports:
         raise ConfigError(f"name a directory with config.json, or one of {', '.join(shapes.NAMED)}")
     name, cfg = shapes.find(a.model, a.layers, not any(a.depths))
     acceptance = gpu.ACCEPTANCE if a.synthetic_acceptance is None else a.synthetic_acceptance
-    load = gpu.Load(a.depths, a.slots, a.rows, acceptance, a.steps, a.sampled)
+    load = gpu.StepLoad(a.depths, a.slots, a.rows, acceptance, a.steps, a.sampled)
     if a.dry_run:
         yield from gpu.dry_run(name, cfg, load)
         return
@@ -290,7 +290,7 @@ def _serve(a: Arguments) -> Reports:
     api = a.api or ("chat" if a.sharegpt or a.speed_bench else "completions")
     fields = {"max_tokens": a.max_tokens, "temperature": a.temperature}
     fields |= {"ignore_eos": True} if a.ignore_eos else {}
-    load = served.Load(a.rates, a.requests, a.arrivals, a.seed, a.timeout)
+    load = served.ServerLoad(a.rates, a.requests, a.arrivals, a.seed, a.timeout)
     yield from served.run(a.url, api, a.model, fields | a.extra_body, prompts, load)
 
 

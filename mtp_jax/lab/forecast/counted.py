@@ -13,7 +13,7 @@ from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import Chunk, MaskMaker, Result
 from mtp_jax.decode.keys import COUNT, EXTRA_COLUMNS, FINISH, Finish, Source, StepKey
 from mtp_jax.decode.launches import Launch
-from mtp_jax.lab.planning.launch_time import Work
+from mtp_jax.lab.planning.launch_time import LaunchWork
 from mtp_jax.simulate.device import DEFERRED
 from mtp_jax.simulate.language import mix
 from mtp_jax.simulate.no_programs import NoPrograms
@@ -24,7 +24,7 @@ _FRACTION = 53  # bits of a float64 below 1
 class Times(Protocol):
     """Seconds of launches, as ``planning.launch_time.LaunchTimes`` predicts them."""
 
-    def launch(self, work: Work) -> float:
+    def launch(self, work: LaunchWork) -> float:
         """Seconds of a launch."""
         ...
 
@@ -120,7 +120,7 @@ class Counted(NoPrograms):
         self._ends = begins + seconds
         return self._ends
 
-    def _work(self, key: StepKey, chunk: Chunk | None) -> Work:
+    def _work(self, key: StepKey, chunk: Chunk | None) -> LaunchWork:
         """The work of a step, before it changes lengths."""
         rows, prompts, seen = np.where(self._active, self._length, 0)[: key.slots], 0, 0
         busiest = rows.reshape(self.shards, -1).sum(axis=1).max() if key.slots else 0
@@ -129,7 +129,7 @@ class Counted(NoPrograms):
             started = chunk.start[chunk.count > 0]
             prompts = key.prompts * key.tokens
             seen = self._pages((started.mean() if started.size else 0) + key.tokens / 2)
-        return Work(key.slots, key.room, self._pages(context), prompts, seen)
+        return LaunchWork(key.slots, key.room, self._pages(context), prompts, seen)
 
     def _pages(self, tokens: float) -> int:
         """A number of tokens, rounded up to whole pages."""

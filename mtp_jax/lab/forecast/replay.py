@@ -43,7 +43,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Served:
+class RequestTimes:
     """Times of one request, in seconds.
 
     Attributes:
@@ -75,7 +75,7 @@ class Outcome:
         stats: totals of the engine.
     """
 
-    served: Sequence[Served]
+    served: Sequence[RequestTimes]
     refused: int
     cut: int
     seconds: float
@@ -132,7 +132,7 @@ class _Run:
         self._engine = Engine(service.cfg, config, self._device)
         self._admission = Admission(service.limits.max_queued_requests, service.limits.max_queued_tokens)
         self._queue: deque[tuple[Request, Reservation]] = deque()
-        self._served: list[Served] = []
+        self._served: list[RequestTimes] = []
         self._speculation = Speculation()
         self._refused = self._cut = 0
 
@@ -180,13 +180,13 @@ class _Run:
         self._engine.submit(request)
         self._queue.append((request, reservation))
 
-    def _times(self, request: Request) -> Served:
+    def _times(self, request: Request) -> RequestTimes:
         own = request.progress
         assert own.admitted_at is not None
         assert own.first_token_at is not None
         assert own.finished_at is not None
         after = len(own.output) - 1
-        return Served(
+        return RequestTimes(
             own.arrived - self._began,
             own.admitted_at - own.arrived,
             own.first_token_at - own.arrived,

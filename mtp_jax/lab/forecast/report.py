@@ -7,13 +7,13 @@ import numpy as np
 
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.forecast.load import Arrival
-from mtp_jax.lab.forecast.replay import Outcome, Served
+from mtp_jax.lab.forecast.replay import Outcome, RequestTimes
 from mtp_jax.lab.planning.deployment import Deployment
 
 SHARES = (50, 90, 99)
 """Percentiles that are shown."""
 
-TIMES: Mapping[str, Callable[[Served], float | None]] = {
+TIMES: Mapping[str, Callable[[RequestTimes], float | None]] = {
     "first token": lambda s: s.first,
     "token to token": lambda s: s.per_token,
     "whole answer": lambda s: s.whole,

@@ -15,7 +15,7 @@ Software = Literal["usual", "middle", "lean"]
 
 
 @dataclass(frozen=True)
-class Work:
+class LaunchWork:
     """One launch.
 
     Attributes:
@@ -43,10 +43,10 @@ class LaunchTimes:
 
     def __init__(self, base: Deployment, software: Software = "middle") -> None:
         """base: its requests, context and depth are replaced by a launch's."""
-        self._base, self._known = base, dict[Work, float]()
+        self._base, self._known = base, dict[LaunchWork, float]()
         self._ends: Sequence[int] = {"usual": (0,), "middle": (0, 1), "lean": (1,)}[software]
 
-    def launch(self, work: Work) -> float:
+    def launch(self, work: LaunchWork) -> float:
         """Seconds of a launch."""
         if work not in self._known:
             self._known[work] = self._seconds(work)
@@ -57,7 +57,7 @@ class LaunchTimes:
         d = replace(self._base, requests=slots)
         return self._mean([entries(d, BAND[end].on(d.gpu), steps) for end in self._ends])
 
-    def _seconds(self, work: Work) -> float:
+    def _seconds(self, work: LaunchWork) -> float:
         windows = self._step(work.slots, work.depth, work.context)
         if not work.prompts:
             return windows

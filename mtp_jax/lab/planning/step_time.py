@@ -24,7 +24,15 @@ from mtp_jax.lab.planning.fit import (
     Fit,
 )
 from mtp_jax.lab.planning.hardware import Rate
-from mtp_jax.lab.planning.weights import BFLOAT16, Block, Format, Weights, declared, nextn, trunk
+from mtp_jax.lab.planning.weights import (
+    BFLOAT16,
+    BlockWeights,
+    WeightCounts,
+    WeightFormat,
+    declared,
+    nextn,
+    trunk,
+)
 from mtp_jax.lab.planning.work import attention, expected_experts
 from mtp_jax.model.cache_bytes import key_bytes, row_bytes
 from mtp_jax.model.config import ModelConfig
@@ -33,7 +41,7 @@ COMPUTING = ("attention", "projections", "mlp", "experts", "head")
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """One step.
 
     Attributes:
@@ -62,8 +70,8 @@ class Band:
         micro_batches: 1 or 2, in this step.
     """
 
-    usual: Step
-    lean: Step
+    usual: StepTime
+    lean: StepTime
     micro_batches: int
 
     @property
@@ -91,7 +99,7 @@ def fastest(d: Deployment) -> Band:
     return min(one, two, key=squared_middle)
 
 
-def step(d: Deployment, fit: Fit) -> Step:
+def step(d: Deployment, fit: Fit) -> StepTime:
     """One step, with software of one quality."""
     parts, q = d.micro_batches, d.depth + 1
     times = _Times(d, fit, d.busiest / parts, d.requests / parts, q)
@@ -107,11 +115,11 @@ def step(d: Deployment, fit: Fit) -> Step:
     overlapped = fit.overlap * min(sum(seconds.values()), sent.seconds) if parts > 1 else 0.0
     seconds |= {"launches": launches * fit.launch, "exchange": sent.seconds, "hidden": -overlapped}
     seconds["drafting"] = drafting(d, fit)
-    return Step(seconds, launches, sent.bytes)
+    return StepTime(seconds, launches, sent.bytes)
 
 
 @cache
-def _kinds(cfg: ModelConfig) -> Sequence[tuple[int, Block, int]]:
+def _kinds(cfg: ModelConfig) -> Sequence[tuple[int, BlockWeights, int]]:
     """Blocks of the trunk that differ: the first of its kind, the block, and how often it occurs."""
     kinds = [(b, cfg.indexes(number)) for number, b in enumerate(trunk(cfg))]
     return [(kinds.index(kind), kind[0], times) for kind, times in Counter(kinds).items()]
@@ -129,16 +137,18 @@ def drafting(d: Deployment, fit: Fit) -> float:
         number = k % len(layers)
         b = layers[number]
         total += sum(once.block(d.cfg.num_hidden_layers + number, b).values()) + once.exchange(b).seconds
-        total += once.product(Weights.of(specs[number].merging)) + once.head() + launches * fit.launch
+        total += once.product(WeightCounts.of(specs[number].merging)) + once.head() + launches * fit.launch
     return total
 
 
 def entries(d: Deployment, fit: Fit, rows: int) -> float:
     """Seconds of writing the NextN cache: ``rows`` rows of each request."""
-    return _Times(d, fit, d.busiest, d.requests, rows).product(Weights.of(declared(d.cfg).nextn[0].entries))
+    return _Times(d, fit, d.busiest, d.requests, rows).product(
+        WeightCounts.of(declared(d.cfg).nextn[0].entries)
+    )
 
 
-def _launches(d: Deployment, number: int, b: Block) -> int:
+def _launches(d: Deployment, number: int, b: BlockWeights) -> int:
     c, found = d.cfg, OF_ATTENTION + (OF_MOE if b.experts else OF_DENSE)
     found += OF_INDEXER if attention(c, number, 1, d.context).keys else 0
     if c.compressed and c.compressed.ratio(number):
@@ -168,18 +178,18 @@ class _Times:
         gpu = self.d.gpu
         return max(nbytes / (gpu.bandwidth * self.fit.memory), flops / (gpu.peak(rate) * share))
 
-    def product(self, w: Weights, ways: int = 1) -> float:
+    def product(self, w: WeightCounts, ways: int = 1) -> float:
         """Rows of one group times weights that ``ways`` GPUs divide."""
         rows = self.busiest * self.width
 
-        def of(count: int, kept: Format, nbytes: float) -> float:
+        def of(count: int, kept: WeightFormat, nbytes: float) -> float:
             return self.roofline(count * nbytes / ways, 2 * rows * count / ways, kept.rate, self.fit.products)
 
         others = self.d.storage.others
         narrow, half = of(w.narrow, others, others.bytes), of(w.half, BFLOAT16, 2)
         return narrow + half + of(w.single, BFLOAT16, 4)
 
-    def block(self, number: int, b: Block) -> dict[str, float]:
+    def block(self, number: int, b: BlockWeights) -> dict[str, float]:
         """A decoder block, by piece."""
         streams = {"streams": self.streams()} if self.d.cfg.hyper else {}
         return streams | {
@@ -203,7 +213,7 @@ class _Times:
         values = rows * h.streams * self.d.cfg.hidden_size if h else 0.0
         return 2 * 3 * values * BFLOAT16.bytes / (self.d.gpu.bandwidth * self.fit.memory)
 
-    def experts(self, b: Block) -> float:
+    def experts(self, b: BlockWeights) -> float:
         """Routed experts of the busiest GPU that some row of any GPU chose."""
         d, rows = self.d, self.requests * self.width
         held = (b.experts + d.redundant) / d.gpus
@@ -219,9 +229,9 @@ class _Times:
 
     def head(self) -> float:
         """Logits of all rows."""
-        return self.product(Weights.of(declared(self.d.cfg).table), self.d.model)
+        return self.product(WeightCounts.of(declared(self.d.cfg).table), self.d.model)
 
-    def exchange(self, b: Block) -> Sent:
+    def exchange(self, b: BlockWeights) -> Sent:
         """Bytes and seconds of the exchange of one block."""
         rows = self.busiest * self.width
         sums = sums_of_group(self.d, rows, self.fit)

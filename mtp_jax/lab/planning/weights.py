@@ -14,7 +14,7 @@ from mtp_jax.model.specs import Params, param_specs
 
 
 @dataclass(frozen=True)
-class Format:
+class WeightFormat:
     """The format in which weights are stored.
 
     Attributes:
@@ -30,26 +30,26 @@ class Format:
     row: float
 
 
-BFLOAT16 = Format("bfloat16", 2, "bf16", 2)
+BFLOAT16 = WeightFormat("bfloat16", 2, "bf16", 2)
 # A float32 scale per block of 128 x 128; rows have one per 128 values (arXiv 2412.19437, section 3.3).
-FP8 = Format("fp8", 1 + 4 / FP8_BLOCK**2, "fp8", 1 + 4 / FP8_BLOCK)
+FP8 = WeightFormat("fp8", 1 + 4 / FP8_BLOCK**2, "fp8", 1 + 4 / FP8_BLOCK)
 # DeepSeek-V4's experts: a power of two in a byte per 32 values; they are expanded where they are multiplied.
-FP4 = Format("fp4", 0.5 + 1 / FP4_GROUP, "bf16", 2)
+FP4 = WeightFormat("fp4", 0.5 + 1 / FP4_GROUP, "bf16", 2)
 # NVIDIA's FP4: an e4m3 scale per 16 values. Published measurements have it; the engine does not read it.
-NVFP4 = Format("nvfp4", 0.5 + 1 / 16, "fp4", 0.5 + 1 / 16)
+NVFP4 = WeightFormat("nvfp4", 0.5 + 1 / 16, "fp4", 0.5 + 1 / 16)
 
 
-def int4(group: int) -> Format:
+def int4(group: int) -> WeightFormat:
     """int4 with a bfloat16 scale for each ``group`` weights; it is expanded where it is multiplied."""
-    return Format("int4", 0.5 + 2 / group, "bf16", 2)
+    return WeightFormat("int4", 0.5 + 2 / group, "bf16", 2)
 
 
 @dataclass(frozen=True)
 class Storage:
     """The formats in which a checkpoint has its experts and its other projections."""
 
-    experts: Format
-    others: Format
+    experts: WeightFormat
+    others: WeightFormat
 
     @classmethod
     def of(cls, cfg: ModelConfig) -> "Storage":
@@ -71,14 +71,14 @@ class Storage:
 
 
 def _kind(spec: Spec) -> Literal["narrow", "half", "single"]:
-    """The field of ``Weights`` that counts a parameter. The parts of kv_b are absorbed, in 16 bits."""
+    """The field of ``WeightCounts`` that counts a parameter. The parts of kv_b are absorbed, in 16 bits."""
     if spec.float32 or spec.ids:
         return "single"
     return "narrow" if spec.projects and spec.rows is None else "half"
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightCounts:
     """Numbers of weights, by the way in which they are stored.
 
     Attributes:
@@ -92,7 +92,7 @@ class Weights:
     single: int = 0
 
     @classmethod
-    def of(cls, specs: object) -> "Weights":
+    def of(cls, specs: object) -> "WeightCounts":
         """The weights of a tree of specs."""
         sizes: Counter[str] = Counter()
         for spec in leaves(specs):
@@ -101,7 +101,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockWeights:
     """A decoder block, in the parts that the GPUs of one data shard divide in different ways.
 
     Attributes:
@@ -114,29 +114,29 @@ class Block:
         experts: number of routed experts; 0 in a dense block.
     """
 
-    whole: Weights
-    heads: Weights
-    mlp: Weights
-    router: Weights = Weights()
+    whole: WeightCounts
+    heads: WeightCounts
+    mlp: WeightCounts
+    router: WeightCounts = WeightCounts()
     expert: int = 0
     experts: int = 0
 
     @classmethod
-    def of(cls, layer: Layer) -> "Block":
+    def of(cls, layer: Layer) -> "BlockWeights":
         """The block of a layer's specs."""
         own = layer.attention_norm, layer.attention, layer.mlp_norm
         attention = tuple(leaves((*own, layer.attention_hyper, layer.mlp_hyper)))
-        whole = Weights.of(tuple(s for s in attention if "heads" not in s.axes))
-        heads = Weights.of(tuple(s for s in attention if "heads" in s.axes))
+        whole = WeightCounts.of(tuple(s for s in attention if "heads" not in s.axes))
+        heads = WeightCounts.of(tuple(s for s in attention if "heads" in s.axes))
         mlp = layer.mlp
         if not isinstance(mlp, Moe):
-            return cls(whole, heads, Weights.of(mlp))
+            return cls(whole, heads, WeightCounts.of(mlp))
         experts = mlp.down.shape[0]
-        router = Weights.of((mlp.router, mlp.bias))
-        return cls(whole, heads, Weights.of(mlp.shared), router, count(mlp.routed) // experts, experts)
+        router = WeightCounts.of((mlp.router, mlp.bias))
+        return cls(whole, heads, WeightCounts.of(mlp.shared), router, count(mlp.routed) // experts, experts)
 
     @property
-    def parts(self) -> tuple[Weights, ...]:
+    def parts(self) -> tuple[WeightCounts, ...]:
         """All parts but routed experts."""
         return self.whole, self.heads, self.mlp, self.router
 
@@ -148,12 +148,12 @@ def declared(cfg: ModelConfig) -> Params:
 
 
 @cache
-def trunk(cfg: ModelConfig) -> tuple[Block, ...]:
+def trunk(cfg: ModelConfig) -> tuple[BlockWeights, ...]:
     """The blocks of the trunk."""
-    return tuple(map(Block.of, declared(cfg).layers))
+    return tuple(map(BlockWeights.of, declared(cfg).layers))
 
 
 @cache
-def nextn(cfg: ModelConfig) -> tuple[Block, ...]:
+def nextn(cfg: ModelConfig) -> tuple[BlockWeights, ...]:
     """The blocks of the NextN layers."""
-    return tuple(Block.of(p.layer) for p in declared(cfg).nextn)
+    return tuple(BlockWeights.of(p.layer) for p in declared(cfg).nextn)

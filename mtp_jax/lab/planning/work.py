@@ -6,7 +6,7 @@ from mtp_jax.model.config import CompressedConfig, ModelConfig
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionWork:
     """Attention of one sequence in one layer.
 
     Attributes:
@@ -22,7 +22,7 @@ class Attention:
     scoring: int = 0
 
 
-def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> Attention:
+def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> AttentionWork:
     """Attention of ``width`` tokens over ``cached`` rows; NextN layers count on from the trunk's.
 
     With sparse attention and more rows than a token may choose, the indexer scores all index keys, and each
@@ -33,14 +33,14 @@ def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> Attentio
         return _compressed(cfg, cfg.compressed, layer, width, cached)
     index, rows, pairs = cfg.indexer, cached, width * cached
     if index is None or cached <= index.topk:
-        return Attention(rows, pairs * pair_flops(cfg))
+        return AttentionWork(rows, pairs * pair_flops(cfg))
     if width * index.topk <= cached:
         rows = pairs = width * index.topk
     keys = cached if cfg.indexes(layer) else 0
-    return Attention(rows, pairs * pair_flops(cfg), keys, 2 * width * keys * index.heads * index.dim)
+    return AttentionWork(rows, pairs * pair_flops(cfg), keys, 2 * width * keys * index.heads * index.dim)
 
 
-def _compressed(cfg: ModelConfig, c: CompressedConfig, layer: int, width: int, cached: int) -> Attention:
+def _compressed(cfg: ModelConfig, c: CompressedConfig, layer: int, width: int, cached: int) -> AttentionWork:
     """Attention over the window's rows and over entries; a token that chooses reads its own entries."""
     near, ratio = min(cached, c.window), c.ratio(layer)
     entries = cached // ratio if ratio else 0
@@ -48,8 +48,8 @@ def _compressed(cfg: ModelConfig, c: CompressedConfig, layer: int, width: int, c
     rows = min(cached, c.window + width - 1)
     if ratio == 4 and entries > c.topk:
         scoring = 2 * width * entries * c.index_heads * c.index_dim
-        return Attention(rows + width * c.topk, pairs, entries, scoring)
-    return Attention(rows + entries, pairs)
+        return AttentionWork(rows + width * c.topk, pairs, entries, scoring)
+    return AttentionWork(rows + entries, pairs)
 
 
 def pair_flops(cfg: ModelConfig) -> int:

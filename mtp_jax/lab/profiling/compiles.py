@@ -14,7 +14,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclass(frozen=True)
-class Compile:
+class Compilation:
     """A compilation, or a program read from the compile cache.
 
     Attributes:
@@ -29,13 +29,13 @@ class Compile:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Compile]]:
+def recorded() -> Iterator[list[Compilation]]:
     """A list that grows by every compilation of this process until the context ends."""
-    found: list[Compile] = []
+    found: list[Compilation] = []
 
     def listen(event: str, duration_secs: float, **about: Any) -> None:
         if event == _COMPILED:
-            found.append(Compile(str(about.get("fun_name", "?")), duration_secs, time.perf_counter()))
+            found.append(Compilation(str(about.get("fun_name", "?")), duration_secs, time.perf_counter()))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -44,6 +44,6 @@ def recorded() -> Iterator[list[Compile]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def write(compiles: list[Compile], path: Path) -> None:
+def write(compiles: list[Compilation], path: Path) -> None:
     """One JSON object per line, in order."""
     path.write_text("".join(json.dumps(asdict(c)) + "\n" for c in compiles), encoding="utf-8")

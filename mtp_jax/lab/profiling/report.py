@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.json_object import JsonMapping, JsonObject
-from mtp_jax.lab.bench.cost import Work
+from mtp_jax.lab.bench.cost import LaunchCost
 from mtp_jax.lab.bench.machine import Peaks
 from mtp_jax.lab.bench.report import table
-from mtp_jax.lab.profiling.compiles import Compile
+from mtp_jax.lab.profiling.compiles import Compilation
 from mtp_jax.lab.profiling.scopes import BOOKKEEPING, PHASES, Scope
 from mtp_jax.lab.profiling.trace import DISPATCH, HOST_GAP
 from mtp_jax.spread import Spread
@@ -34,7 +34,7 @@ class Program:
     name: str
     launches: int
     seconds: float
-    work: Work
+    work: LaunchCost
     xla: Mapping[str, float]
     memory: Mapping[str, int]
 
@@ -84,7 +84,7 @@ class Profile:
     scopes: Mapping[Scope, float]
     programs: Sequence[Program]
     peaks: Peaks
-    compiles: Sequence[Compile]
+    compiles: Sequence[Compilation]
 
     def text(self) -> str:
         """Markdown."""

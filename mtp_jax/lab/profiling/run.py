@@ -23,7 +23,7 @@ from mtp_jax.lab.bench.report import environment
 from mtp_jax.lab.bench.subject import Subject
 from mtp_jax.lab.bench.trace import Trace, read
 from mtp_jax.lab.profiling import compiles, cost, trace, workload
-from mtp_jax.lab.profiling.compiles import Compile
+from mtp_jax.lab.profiling.compiles import Compilation
 from mtp_jax.lab.profiling.report import Profile, Program
 from mtp_jax.lab.profiling.scopes import scopes_of
 from mtp_jax.lab.profiling.workload import Phase, Workload
@@ -151,7 +151,7 @@ def _traced(work: Workload, steps: int, out: Path) -> list[float]:
     return seconds
 
 
-def _refuse(late: Sequence[Compile]) -> None:
+def _refuse(late: Sequence[Compilation]) -> None:
     if late:
         names = ", ".join(sorted({c.program for c in late}))
         raise MtpJaxError(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from mtp_jax.lab.train.loss import Aux, loss
+from mtp_jax.lab.train.loss import LossFigures, loss
 from mtp_jax.lab.train.mixed import differentiable
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import ModelConfig
@@ -51,7 +51,7 @@ def evaluate(params: Params, cfg: ModelConfig, windows: np.ndarray, depth: int) 
 def _score(
     params: Params, cfg: ModelConfig, tokens: Int[Array, "B n"], depth: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    aux: Aux = loss(params, cfg, tokens, 0.0, depth)[1]
+    aux: LossFigures = loss(params, cfg, tokens, 0.0, depth)[1]
     return aux.losses, aux.accuracy, _agreement(params, cfg, tokens, depth).mean((0, 1))
 
 

@@ -13,7 +13,7 @@ from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.blocks.drafts import Block, Blocks
 from mtp_jax.heads.build import build
-from mtp_jax.lab.train.states import Windows
+from mtp_jax.lab.train.states import StateWindows
 from mtp_jax.lab.train.tune_options import Objective
 from mtp_jax.model import draft_module, trunk
 from mtp_jax.model.backend import Backend
@@ -91,7 +91,7 @@ class Drafted(NamedTuple):
     counts: Bool[Array, " R"]
 
 
-class Aux(NamedTuple):
+class HeadFigures(NamedTuple):
     """Figures of every draft, means over rows, [K].
 
     Attributes:
@@ -107,7 +107,7 @@ class Aux(NamedTuple):
     overlap: Float[Array, " K"]
 
 
-def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tuple[Array, Aux]:
+def objective(trained: Any, params: Params, task: Task, windows: StateWindows) -> tuple[Array, HeadFigures]:
     """The mean objective over drafts, weighted by ``decay``, and its figures.
 
     trained: the arrays of ``params.drafts`` that learn, None in the other places.
@@ -121,7 +121,7 @@ def objective(trained: Any, params: Params, task: Task, windows: Windows) -> tup
             total = jnp.maximum(drafted.counts.sum(), 1)
             found.append(jnp.where(drafted.counts, value, 0).sum() / total)
     weights = task.decay ** jnp.arange(len(losses))
-    aux = Aux(*map(jnp.stack, (losses, accepted, overlaps)))
+    aux = HeadFigures(*map(jnp.stack, (losses, accepted, overlaps)))
     return (weights * aux.losses).sum() / weights.sum(), jax.lax.stop_gradient(aux)
 
 
@@ -145,7 +145,7 @@ def _is_none(x: object) -> bool:
     return x is None
 
 
-def drafts_of(task: Task, params: Params, windows: Windows) -> Iterator[Drafted]:
+def drafts_of(task: Task, params: Params, windows: StateWindows) -> Iterator[Drafted]:
     """The drafts of all rows, as the head makes them when it decodes: draft 0, draft 1, ..."""
     of_kind = _of_blocks if isinstance(task.head, Blocks) else _of_recursion
     teacher = trunk.logits(params, windows.states[FINAL].astype(jnp.float32), task.on)
@@ -189,7 +189,7 @@ def _compared(task: Task, given: Float[Array, "R V"], drafted: Drafted) -> tuple
 
 
 def _of_recursion(
-    task: Task, params: Params, w: Windows, teacher: Float[Array, "B n V"]
+    task: Task, params: Params, w: StateWindows, teacher: Float[Array, "B n V"]
 ) -> Iterator[Drafted]:
     """Row i has token i + 1 for its newest; draft k, from 0, is of token i + 2 + k."""
     module, on = task.head, task.on
@@ -206,7 +206,9 @@ def _of_recursion(
         yield Drafted(*(a.reshape(-1, *a.shape[2:]) for a in found))
 
 
-def _of_blocks(task: Task, params: Params, w: Windows, teacher: Float[Array, "B n V"]) -> Iterator[Drafted]:
+def _of_blocks(
+    task: Task, params: Params, w: StateWindows, teacher: Float[Array, "B n V"]
+) -> Iterator[Drafted]:
     """A block follows each anchor, and sees the contexts of its text before the anchor."""
     blocks, on = task.head, task.on
     assert isinstance(blocks, Blocks)

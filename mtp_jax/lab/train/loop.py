@@ -22,9 +22,9 @@ from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.train.data import batch_at, even_windows
 from mtp_jax.lab.train.evaluate import evaluate
 from mtp_jax.lab.train.optimizer import make_optimizer
-from mtp_jax.lab.train.recipe import Recipe, Source
-from mtp_jax.lab.train.report import Reporter, plot_losses
-from mtp_jax.lab.train.run import Run, checked
+from mtp_jax.lab.train.recipe import Recipe, TextSource
+from mtp_jax.lab.train.report import RunReporter, plot_losses
+from mtp_jax.lab.train.run import TrainingRun, checked
 from mtp_jax.lab.train.step import TrainState, make_step
 from mtp_jax.lab.train.text import read_text
 from mtp_jax.model.config import ModelConfig
@@ -83,9 +83,9 @@ def train(
         "model config": hashlib.sha256(recipe.model_config.read_bytes()).hexdigest(),
     }
     last = recipe.total_steps if stop_after is None else min(stop_after, recipe.total_steps)
-    run = Run(out_dir, recipe.checkpoint_minutes, last, resume)
+    run = TrainingRun(out_dir, recipe.checkpoint_minutes, last, resume)
     first, state = run.begin(state, about, {"recipe": _plain(recipe)})
-    reporter = Reporter(out_dir, first, recipe.total_steps, recipe.report_seconds)
+    reporter = RunReporter(out_dir, first, recipe.total_steps, recipe.report_seconds)
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     sizes = ", ".join(f"{len(stream):,} of {' and '.join(names)}" for names, stream in streams.items())
     reporter.say(f"{count:,} parameters, training tokens: {sizes}; steps {first}..{last}")
@@ -131,10 +131,10 @@ def export(cfg: ModelConfig, params: Params, recipe: Recipe, directory: Path) ->
 def _one_step(
     recipe: Recipe,
     step: int,
-    streams: dict[tuple[Source, ...], np.ndarray],
+    streams: dict[tuple[TextSource, ...], np.ndarray],
     state: TrainState,
     step_of: Callable[[int], Callable[..., PyTree]],
-    reporter: Reporter,
+    reporter: RunReporter,
 ) -> TrainState:
     index, local = recipe.stage_at(step)
     stage = recipe.stages[index]

@@ -13,7 +13,7 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Params
 
 
-class Aux(NamedTuple):
+class LossFigures(NamedTuple):
     """Figures of a loss evaluation.
 
     Attributes:
@@ -35,7 +35,7 @@ def loss(
     mtp_depth: int,
     mtp_targets: str = "data",
     products: Factors = "float32",
-) -> tuple[jax.Array, Aux]:
+) -> tuple[jax.Array, LossFigures]:
     """Next-token cross entropy + mtp_weight * mean over depths 1..mtp_depth of the MTP cross entropy.
 
     A row of n tokens holds T + 1 + mtp_depth of them, so every depth predicts T tokens: the trunk predicts
@@ -64,7 +64,7 @@ def loss(
         # A re-used layer routed rows at several depths: its load is their sum.
         of_layer = [_load(cfg, r) for draft in drafts[layer :: len(params.nextn)] for r in draft.routing]
         loads += [sum(of_layer[1:], of_layer[0])] if of_layer else []
-    return total, Aux(losses, accuracy, tuple(loads))
+    return total, LossFigures(losses, accuracy, tuple(loads))
 
 
 def _load(cfg: ModelConfig, routing: Routing) -> Float[Array, " E"]:

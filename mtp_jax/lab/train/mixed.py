@@ -21,7 +21,8 @@ from mtp_jax.model.backend import Backend, xla
 from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.layers import masked_softmax
 from mtp_jax.model.mla import Queries, Ups
-from mtp_jax.model.products.plain import Products, Rows, Weight
+from mtp_jax.model.narrow import Matrix
+from mtp_jax.model.products.plain import Products, Rows
 
 Factors = Literal["float32", "bfloat16"]
 
@@ -38,7 +39,7 @@ def differentiable(factors: Factors = "float32", mesh: Mesh | None = None) -> Ba
 class Bf16Products(Products):
     """Products of factors rounded to bfloat16, but for products that are exact."""
 
-    def product(self, x: Float[Array, "... i"], w: Weight, dtype: Any) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "... i"], w: Matrix, dtype: Any) -> Float[Array, "..."]:
         """See `Products.product`."""
         y = _narrow(x.reshape(-1, x.shape[-1]), w.reshape(-1, w.shape[-1]))
         return y.reshape(*x.shape[:-1], *w.shape[:-1]).astype(dtype)

@@ -19,7 +19,7 @@ _IGNORED = {"custom_id", "method", "url", "model"}
 
 
 @dataclass(frozen=True)
-class Text:
+class PromptLine:
     """A line of the file.
 
     Attributes:
@@ -45,7 +45,7 @@ def _read(path: Path) -> bytes:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer | None, longest: int) -> list[Text]:
+def read_prompts(path: Path, tokenizer: Tokenizer | None, longest: int) -> list[PromptLine]:
     """The texts of a file of JSON lines.
 
     longest: the most tokens of a text: ready texts are cut, a prompt must leave room for an answer.
@@ -83,7 +83,7 @@ def _prompt_and_answer(
     return ids, None if ready is None else tuple(tokenizer.encode(ready, add_special_tokens=False))
 
 
-def _text(line: object, tokenizer: Tokenizer, longest: int) -> Text:
+def _text(line: object, tokenizer: Tokenizer, longest: int) -> PromptLine:
     found: Any = line.get("body", line) if isinstance(line, Mapping) else None
     if not isinstance(found, Mapping):
         raise RequestError(f"got {line!r:.80}; {_EXPECTED}")
@@ -102,7 +102,7 @@ def _text(line: object, tokenizer: Tokenizer, longest: int) -> Text:
         )
     if not prompt and not answer:
         raise RequestError("the text is empty; give one, or leave the line out")
-    return Text(prompt, answer and answer[: longest - len(prompt)], rest)
+    return PromptLine(prompt, answer and answer[: longest - len(prompt)], rest)
 
 
 def _conversation(

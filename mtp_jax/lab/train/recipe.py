@@ -20,7 +20,7 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
-Source = Literal["library", "packages", "dialogues"]
+TextSource = Literal["library", "packages", "dialogues"]
 _PATHS = ("model_config", "tokenizer")
 _MUON_ONLY = {"adam_learning_rate", "muon_ns_steps"}
 
@@ -40,7 +40,7 @@ class Stage:
     micro_batches: Count = 1
     mtp_depth: Natural = 1
     mtp_targets: Literal["data", "trunk"] = "data"
-    text: Annotated[tuple[Source, ...], Field(min_length=1)] = ("library",)
+    text: Annotated[tuple[TextSource, ...], Field(min_length=1)] = ("library",)
 
     @model_validator(mode="after")
     def _leaves_targets(self) -> "Stage":

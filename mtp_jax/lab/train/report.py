@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SMOOTHING_STEPS = 20  # the smoothed loss is an exponential mean with this time constant
 
 
-class Reporter:
+class RunReporter:
     """Progress of one run, written to `out_dir/metrics.jsonl` and to the terminal."""
 
     def __init__(self, out_dir: Path, first_step: int, total_steps: int, every_s: float) -> None:

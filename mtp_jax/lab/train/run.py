@@ -17,7 +17,7 @@ from mtp_jax.lab.train.state_store import StateStore
 from mtp_jax.lab.train.step import TrainState
 
 
-class Run:
+class TrainingRun:
     """The steps of a training, with checkpoints below its folder in `state/`."""
 
     def __init__(self, out_dir: Path, checkpoint_minutes: float, last: int, resume: bool = True) -> None:

@@ -23,7 +23,7 @@ from mtp_jax.decode.drafter.protocol import FINAL
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.lab.train.prompts import Text
+from mtp_jax.lab.train.prompts import PromptLine
 
 # Waves of requests in a shard. Slots run empty at its end: the more waves, the less; but a run that is
 # interrupted repeats a shard.
@@ -31,7 +31,7 @@ _WAVES = 8
 
 
 @struct.dataclass
-class Windows:
+class StateWindows:
     """Windows of a stream.
 
     Attributes:
@@ -51,7 +51,7 @@ class Windows:
 
 def write_states(
     llm: LLM,
-    texts: Sequence[Text],
+    texts: Sequence[PromptLine],
     folder: Path,
     taps: Sequence[int],
     sampling: JsonObject,
@@ -83,7 +83,7 @@ def _answers(llm: LLM, texts: Sequence[Text], first: int, sampling: JsonObject) 
 
 
 def _write_shard(
-    llm: LLM, texts: Sequence[Text], first: int, path: Path, taps: tuple[int, ...], sampling: JsonObject
+    llm: LLM, texts: Sequence[PromptLine], first: int, path: Path, taps: tuple[int, ...], sampling: JsonObject
 ) -> None:
     answers = _answers(llm, texts, first, sampling)
     rows = [(first + i, texts[i].prompt, answer) for i, answer in enumerate(answers) if answer]
@@ -120,7 +120,7 @@ def _name(number: int) -> str:
     return "hidden" if number == FINAL else f"tap.{number}"
 
 
-class Stream:
+class StateStream:
     """The shards of a folder as one stream; hidden states are read when they are needed."""
 
     def __init__(self, folder: Path, taps: Sequence[int]) -> None:
@@ -139,13 +139,13 @@ class Stream:
         """Number of tokens in answers."""
         return int(self._small["answer"].sum())
 
-    def windows(self, starts: np.ndarray, length: int, anchors: np.ndarray) -> Windows:
+    def windows(self, starts: np.ndarray, length: int, anchors: np.ndarray) -> StateWindows:
         """Windows of ``length`` tokens that begin at ``starts``."""
         spans = [range(start, start + length) for start in map(int, starts)]
         small = {name: np.stack([a[s.start : s.stop] for s in spans]) for name, a in self._small.items()}
         states = {k: np.stack([self._read(_name(k), span) for span in spans]) for k in self._names}
         given: Any = (small["tokens"], small["text"], small["answer"], states, anchors)
-        return Windows(*given)
+        return StateWindows(*given)
 
     def _read(self, name: str, span: range) -> np.ndarray:
         parts = []

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from mtp_jax.lab.train.loss import Aux, loss
+from mtp_jax.lab.train.loss import LossFigures, loss
 from mtp_jax.lab.train.recipe import Recipe, Stage
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Layer, Moe, Params
@@ -21,21 +21,21 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-class StepResult(NamedTuple):
+class Trained(NamedTuple):
     """The new state and the metrics: mean losses and accuracies [1 + depth], loads, gradient norm."""
 
     state: TrainState
-    aux: Aux
+    aux: LossFigures
     grad_norm: jax.Array
 
 
 def make_step(
     recipe: Recipe, stage: Stage, cfg: ModelConfig, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, jax.Array], StepResult]:
+) -> Callable[[TrainState, jax.Array], Trained]:
     """A compiled step(state, tokens [micro_batches, batch, seq_len + 1 + depth]) whose state is donated."""
 
-    def step(state: TrainState, tokens: jax.Array) -> StepResult:
-        def micro(total: Params, micro_tokens: jax.Array) -> tuple[Params, Aux]:
+    def step(state: TrainState, tokens: jax.Array) -> Trained:
+        def micro(total: Params, micro_tokens: jax.Array) -> tuple[Params, LossFigures]:
             grads, aux = jax.grad(loss, has_aux=True)(
                 state.params,
                 cfg,
@@ -52,8 +52,8 @@ def make_step(
         updates, opt_state = optimizer.update(cast(Any, grads), state.opt_state, as_tree)
         loads = tuple(load.sum(0) for load in auxes.loads)
         params = balance(cast(Params, optax.apply_updates(as_tree, updates)), loads, recipe.balance_rate)
-        aux = Aux(auxes.losses.mean(0), auxes.accuracy.mean(0), loads)
-        return StepResult(TrainState(params, opt_state), aux, optax.tree.norm(cast(Any, grads)))
+        aux = LossFigures(auxes.losses.mean(0), auxes.accuracy.mean(0), loads)
+        return Trained(TrainState(params, opt_state), aux, optax.tree.norm(cast(Any, grads)))
 
     return jax.jit(step, donate_argnums=0)
 

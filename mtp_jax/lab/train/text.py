@@ -9,17 +9,17 @@ from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.bench.corpus import SourceFile
 from mtp_jax.lab.train.dialogues import dialogues
 from mtp_jax.lab.train.packages import read_packages, without_copies
-from mtp_jax.lab.train.recipe import Recipe, Source
+from mtp_jax.lab.train.recipe import Recipe, TextSource
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """The documents of every source, and held-out files of the standard library, which no source contains."""
 
-    sources: dict[Source, list[SourceFile]]
+    sources: dict[TextSource, list[SourceFile]]
     held_out: list[SourceFile]
 
-    def of(self, names: Sequence[Source]) -> list[SourceFile]:
+    def of(self, names: Sequence[TextSource]) -> list[SourceFile]:
         """The documents of these sources, in the order of the names."""
         return [file for name in names for file in self.sources[name]]
 
@@ -30,7 +30,7 @@ class Text:
 
 def read_text(
     recipe: Recipe, packages_dir: str | Path | None = None, library: Sequence[SourceFile] | None = None
-) -> Text:
+) -> TrainingText:
     """Read the texts that the recipe's stages name.
 
     Args:
@@ -50,9 +50,9 @@ def read_text(
     if packages_dir is not None and not pins:
         raise ConfigError("the recipe names no packages; leave out --packages")
     parts = corpus.split(corpus.read_files() if library is None else library)
-    sources: dict[Source, list[SourceFile]] = {"library": parts.train}
+    sources: dict[TextSource, list[SourceFile]] = {"library": parts.train}
     if pins and packages_dir is not None:
         sources["packages"] = without_copies(read_packages(pins, Path(packages_dir)), parts.held_out)
     if "dialogues" in wanted:
         sources["dialogues"] = dialogues([file for files in tuple(sources.values()) for file in files])
-    return Text(sources, parts.held_out)
+    return TrainingText(sources, parts.held_out)

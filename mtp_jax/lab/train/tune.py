@@ -24,15 +24,15 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.heads.blocks.drafts import Blocks
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.data import batch_at, even_windows
-from mtp_jax.lab.train.head_loss import Aux, Task, head_of, merged, objective, split
+from mtp_jax.lab.train.head_loss import HeadFigures, Task, head_of, merged, objective, split
 from mtp_jax.lab.train.mixed import differentiable
 from mtp_jax.lab.train.optimizer import make_optimizer
-from mtp_jax.lab.train.prompts import Text, read_prompts
+from mtp_jax.lab.train.prompts import PromptLine, read_prompts
 from mtp_jax.lab.train.recipe import Descent
-from mtp_jax.lab.train.report import Panel, Reporter, plot_losses
-from mtp_jax.lab.train.run import Run, check_same_run, checked
+from mtp_jax.lab.train.report import Panel, RunReporter, plot_losses
+from mtp_jax.lab.train.run import TrainingRun, check_same_run, checked
 from mtp_jax.lab.train.start import Start, begin
-from mtp_jax.lab.train.states import Stream, Windows, write_states
+from mtp_jax.lab.train.states import StateStream, StateWindows, write_states
 from mtp_jax.lab.train.step import TrainState
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.params import Params
@@ -154,7 +154,7 @@ def _prepare(
     return json.loads(done.read_text(encoding="utf-8"))
 
 
-def _texts(given: Given, llm: LLM) -> tuple[list[Text], list[Text]]:
+def _texts(given: Given, llm: LLM) -> tuple[list[PromptLine], list[PromptLine]]:
     """(Texts to learn, held-out texts), which are spread over the file. Raises RequestError, ConfigError."""
     texts = read_prompts(given.prompts, llm.tokenizer, llm.engine.config.max_model_len)
     count = given.options.held_out
@@ -167,7 +167,7 @@ def _texts(given: Given, llm: LLM) -> tuple[list[Text], list[Text]]:
     return [t for i, t in enumerate(texts) if i not in held], [texts[i] for i in sorted(held)]
 
 
-def _measure(given: Given, llm: LLM, texts: Sequence[Text]) -> JsonObject:
+def _measure(given: Given, llm: LLM, texts: Sequence[PromptLine]) -> JsonObject:
     """Acceptance over answers to these texts, by temperature.
 
     The first half of a ready text is its prompt.
@@ -192,17 +192,19 @@ def _measure(given: Given, llm: LLM, texts: Sequence[Text]) -> JsonObject:
 def _learn(given: Given, task: Task, start: Start) -> None:
     """Do the steps, and write the head."""
     options = given.options
-    learned, held_out = (Stream(given.out / "states" / name, task.taps) for name in ("learned", "held_out"))
+    learned, held_out = (
+        StateStream(given.out / "states" / name, task.taps) for name in ("learned", "held_out")
+    )
     trained, fixed = split(start.dense.params)
     rate = options.learning_rate
     descent = Descent(
         optimizer=options.optimizer, learning_rate=rate, adam_learning_rate=rate, weight_decay=0.0
     )
     state = TrainState(trained, jax.jit(make_optimizer(descent, options.steps).init)(trained))
-    run = Run(given.out, options.checkpoint_minutes, options.steps)
+    run = TrainingRun(given.out, options.checkpoint_minutes, options.steps)
     facts = {"seed": options.seed, "drafts": task.drafts, "prompts": given.facts["prompts"]}
     first, state = run.begin(state, facts | {"window": options.window}, {"options": asdict(options)})
-    reporter = Reporter(given.out, first, options.steps, _REPORT_SECONDS)
+    reporter = RunReporter(given.out, first, options.steps, _REPORT_SECONDS)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     reporter.say(
         f"{_PHASES['steps']}: {count:,} parameters learn from {learned.answered:,} tokens of answers; "
@@ -235,8 +237,8 @@ def _learn(given: Given, task: Task, start: Start) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _step(
-    task: Task, descent: Descent, steps: int, state: TrainState, fixed: Params, windows: Windows
-) -> tuple[TrainState, Aux, jax.Array]:
+    task: Task, descent: Descent, steps: int, state: TrainState, fixed: Params, windows: StateWindows
+) -> tuple[TrainState, HeadFigures, jax.Array]:
     """One of ``steps`` steps. Returns (state, figures, the gradient's norm)."""
     grads, aux = jax.grad(objective, has_aux=True)(state.params, fixed, task, windows)
     tree: Any = state.params  # optax's type for trees knows no dataclasses
@@ -246,18 +248,20 @@ def _step(
 
 
 @partial(jax.jit, static_argnums=0)
-def _figures(task: Task, trained: Any, fixed: Params, windows: Windows) -> Aux:
+def _figures(task: Task, trained: Any, fixed: Params, windows: StateWindows) -> HeadFigures:
     return objective(trained, fixed, task, windows)[1]
 
 
-def _windows(given: Given, task: Task, stream: Stream, step: int) -> Windows:
+def _windows(given: Given, task: Task, stream: StateStream, step: int) -> StateWindows:
     """The windows of a step: a pure function of seed and step."""
     o = given.options
     places = batch_at(np.arange(len(stream)), o.window, task.extra, o.windows, (o.seed,), step)
     return _cut(given, task, stream, places[:, 0], o.window, step)
 
 
-def _cut(given: Given, task: Task, stream: Stream, starts: np.ndarray, length: int, number: int) -> Windows:
+def _cut(
+    given: Given, task: Task, stream: StateStream, starts: np.ndarray, length: int, number: int
+) -> StateWindows:
     """Windows on their devices. Blocks, if the head drafts blocks, follow about every token once."""
     blocks = length // task.drafts if isinstance(task.head, Blocks) else 0
     random = np.random.default_rng((given.options.seed, number))
@@ -268,7 +272,7 @@ def _cut(given: Given, task: Task, stream: Stream, starts: np.ndarray, length: i
     return windows if mesh is None else jax.device_put(windows, NamedSharding(mesh, partition("slots")))
 
 
-def _look(given: Given, task: Task, fixed: Params, stream: Stream) -> Callable[[Any], Aux]:
+def _look(given: Given, task: Task, fixed: Params, stream: StateStream) -> Callable[[Any], HeadFigures]:
     """A function of trained parameters that gives the mean figures over windows of held-out text."""
     size, length = given.options.windows, min(given.options.window, len(stream) - task.extra)
     if length < 1:
@@ -277,8 +281,8 @@ def _look(given: Given, task: Task, fixed: Params, stream: Stream) -> Callable[[
     starts = even_windows(np.arange(len(stream)), length + task.extra, groups * size)[:, 0]
     cut = [_cut(given, task, stream, some, length, i) for i, some in enumerate(np.split(starts, groups))]
 
-    def looked(trained: Any) -> Aux:
+    def looked(trained: Any) -> HeadFigures:
         found = [_figures(task, trained, fixed, windows) for windows in cut]
-        return Aux(*(np.mean(np.asarray(each), axis=0) for each in zip(*found, strict=True)))
+        return HeadFigures(*(np.mean(np.asarray(each), axis=0) for each in zip(*found, strict=True)))
 
     return looked

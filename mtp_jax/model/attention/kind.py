@@ -16,7 +16,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import Form
 from mtp_jax.model.products.plain import Products, Readers, Rows
-from mtp_jax.model.products.stream import Result
+from mtp_jax.model.products.stream import ProductResult
 from mtp_jax.model.sharding import partition
 
 
@@ -129,7 +129,9 @@ class Kind(ABC):
                 chosen = self.choose(asked.index, source, cfg.indexer.topk)
             return self.attend(asked.q, w, source.of(chosen), cfg.softmax_scale), chosen
 
-    def result(self, a: Any, cfg: ModelConfig, context: Float[Array, "B W N v"], absorbed: bool) -> Result:
+    def result(
+        self, a: Any, cfg: ModelConfig, context: Float[Array, "B W N v"], absorbed: bool
+    ) -> ProductResult:
         """The output projection (eq. 19). absorbed: the form of MLA."""
         o = a.o.reshape(cfg.hidden_size, -1)
         return self.on.result(self.on.joined(context, o, absorbed), o, split="in")

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mtp_jax.model.cache import Tree, places
+from mtp_jax.model.cache import places
+from mtp_jax.model.spec import Tree
 
 Write = Callable[[Any, Any, Int[Array, "B n"], Int[Array, "B W"]], Any]
 """A function with the signature of ``by_scatter``."""

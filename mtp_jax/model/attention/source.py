@@ -9,10 +9,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mtp_jax.model import indexer
-from mtp_jax.model.cache import LayerCache, PagedView, Tree, read_chosen, read_index, read_rows
+from mtp_jax.model.cache import LayerCache, PagedView, read_chosen, read_index, read_rows
 from mtp_jax.model.config import RowFormat
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import Form
+from mtp_jax.model.spec import Tree
 
 
 @struct.dataclass

@@ -14,10 +14,10 @@ from kernels_pallas.router.rule import Rule
 from mtp_jax.model.experts import cpu_router
 from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.layers import gated
-from mtp_jax.model.moe import Routing, Weight
+from mtp_jax.model.moe import ExpertWeight, Routing
 from mtp_jax.model.narrow import flat, nbytes
 from mtp_jax.model.products import cpu_lanes
-from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, Pick, Spread, multiply, sum_lanes
+from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, LeadPlaces, Pick, multiply, sum_lanes
 
 # ``by_pair`` is faster up to this number of pairs per expert, for experts that fit a core's cache, and for
 # larger experts.
@@ -42,8 +42,8 @@ class CpuExperts(Experts):
 
     def routed(
         self,
-        gate_up: Weight,
-        down: Weight,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
         shards: int = 1,
@@ -57,7 +57,7 @@ class CpuExperts(Experts):
 
 
 def by_pair(
-    gate_up: Weight, down: Weight, x: Float[Array, "T D"], r: Routing, limit: float | None = None
+    gate_up: ExpertWeight, down: ExpertWeight, x: Float[Array, "T D"], r: Routing, limit: float | None = None
 ) -> Float[Array, "T D"]:
     """Multiply each row with each of its experts apart, all pairs at once: for few rows per expert.
 
@@ -79,21 +79,23 @@ def by_pair(
     return _mixed_products(down, ids, act).astype(x.dtype)
 
 
-def _pair_products(w: Weight, expert: Int[Array, " p"], x: Float[Array, "p i"]) -> Float[Array, "p *o"]:
+def _pair_products(w: ExpertWeight, expert: Int[Array, " p"], x: Float[Array, "p i"]) -> Float[Array, "p *o"]:
     """``w[expert[p]] @ x[p]`` in float32."""
     (pairs, _), outputs = x.shape, math.prod(w.shape[1:-1])
-    spread = Spread((pairs, outputs), (0, 1), (0,))
+    spread = LeadPlaces((pairs, outputs), (0, 1), (0,))
     products = multiply(w, (-1, outputs), _picked(expert, (1, 2)), x.astype(jnp.float32), spread)
     return sum_lanes(products).reshape(pairs, *w.shape[1:-1])
 
 
-def _mixed_products(w: Weight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]) -> Float[Array, "T o"]:
+def _mixed_products(
+    w: ExpertWeight, experts: Int[Array, "T k"], x: Float[Array, "T k i"]
+) -> Float[Array, "T o"]:
     """The sum over k of ``w[experts[t, k]] @ x[t, k]``, by the same loop; lanes are summed once for all k.
 
     Output features are outermost: the weights that the rows read for one of them stay in the nearest cache.
     """
     (rows, k), outputs = experts.shape, w.shape[1]
-    spread, total = Spread((outputs, rows), (0, 1), (1,)), jnp.zeros((), jnp.float32)
+    spread, total = LeadPlaces((outputs, rows), (0, 1), (1,)), jnp.zeros((), jnp.float32)
     for j in range(k):
         pick = _picked(experts[:, j], (0, 2))
         total += multiply(w, (-1, outputs), pick, x[:, j], spread, SLICES // k)

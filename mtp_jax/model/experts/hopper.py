@@ -12,7 +12,7 @@ from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.experts.plain import Experts
-from mtp_jax.model.moe import Routing, Weight
+from mtp_jax.model.moe import ExpertWeight, Routing
 from mtp_jax.model.params import Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import Operand
@@ -51,8 +51,8 @@ class HopperExperts(Experts):
 
     def routed(
         self,
-        gate_up: Weight,
-        down: Weight,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
         shards: int = 1,

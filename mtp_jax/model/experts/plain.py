@@ -16,7 +16,7 @@ from mtp_jax.model import moe
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.expert_slots import slots_of
 from mtp_jax.model.experts.exchange import Exchange, by_gather
-from mtp_jax.model.moe import Routing, Way, Weight
+from mtp_jax.model.moe import ExpertWeight, Routing, Way
 from mtp_jax.model.params import Moe
 from mtp_jax.model.products.e4m3 import Operand
 from mtp_jax.model.products.plain import Products, Rows
@@ -125,8 +125,8 @@ class Experts:
 
     def routed(
         self,
-        gate_up: Weight,
-        down: Weight,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
         shards: int = 1,

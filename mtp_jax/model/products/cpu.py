@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK
-from mtp_jax.model.narrow import Bf16, Fp8, InStack, expand, index, nbytes, readable
+from mtp_jax.model.narrow import Bf16, Fp8, InStack, Matrix, expand, index, nbytes, readable
 from mtp_jax.model.params import Layer
 from mtp_jax.model.products import cpu_lanes
 from mtp_jax.model.products.cpu_lanes import CACHE_BYTES
-from mtp_jax.model.products.plain import Products, Weight
+from mtp_jax.model.products.plain import Products
 
 # Above this number of rows plain ``x @ w.T`` is faster in float32; bfloat16 rows are padded to it.
 _FEW_ROWS, _LEAST_ROWS = 64, 8
@@ -38,7 +38,7 @@ class CpuProducts(Products):
     # A loop's kernels are compiled once.
     loops: ClassVar[bool] = True
 
-    def product(self, x: Float[Array, "... i"], w: Weight, dtype: Any) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "... i"], w: Matrix, dtype: Any) -> Float[Array, "..."]:
         """``x @ w.T``. On a mesh narrow weights are expanded."""
         flat, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], *w.shape[:-1])
         if readable(w) and x.dtype == jnp.float32:

@@ -19,6 +19,7 @@ from mtp_jax.model.narrow import (
     Bf16,
     Fp8,
     InStack,
+    Matrix,
     Narrow,
     bf16_of_bits,
     e4m3_of_bits,
@@ -34,7 +35,6 @@ CACHE_BYTES = 1 << 20
 # Rows of a weight that stay in the first cache while each row of x is multiplied with them.
 _TILE = 64
 
-Weight = Float[Array, "*o i"] | Narrow
 Pick = Callable[[jax.Array], jax.Array]
 
 
@@ -53,9 +53,9 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
     tiles, x = outputs // tile, x.astype(jnp.float32)
     if rows == 1:
         # The weight has this dimension from the beginning, or every slice would add it anew.
-        lead, spread, x = (-1, tiles, 1, tile), Spread((1, tiles, 1, tile), (0, 1, 2, 3), ()), x[0]
+        lead, spread, x = (-1, tiles, 1, tile), LeadPlaces((1, tiles, 1, tile), (0, 1, 2, 3), ()), x[0]
     else:
-        lead, spread = (-1, tiles, tile), Spread((1, tiles, rows, tile), (0, 1, 3), (2,))
+        lead, spread = (-1, tiles, tile), LeadPlaces((1, tiles, rows, tile), (0, 1, 3), (2,))
     own, at = (w.stack, w.at) if isinstance(w, InStack) else (w, None)
 
     def pick(a: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
     return sum_lanes(multiply(own, lead, pick, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
 
 
-class Spread(NamedTuple):
+class LeadPlaces(NamedTuple):
     """Places of two factors' leading dimensions in their product.
 
     Attributes:
@@ -82,11 +82,11 @@ class Spread(NamedTuple):
 
 
 def multiply(
-    w: Weight,
+    w: Matrix,
     lead: tuple[int, ...],
     pick: Pick,
     x: Float[Array, "*b i"],
-    spread: Spread,
+    spread: LeadPlaces,
     slices: int = SLICES,
 ) -> Float[Array, "*c l"]:
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
@@ -121,7 +121,7 @@ def sum_lanes(x: Float[Array, "*b l"]) -> Float[Array, "*b"]:
 
 
 def _read(
-    w: Weight, lead: tuple[int, ...]
+    w: Matrix, lead: tuple[int, ...]
 ) -> tuple[Callable[[slice], jax.Array], Pick, Callable[[int], jax.Array] | None]:
     """A weight's numbers for a slice of inputs, their conversion to float32, and a block's scales [*lead, 1].
 

@@ -19,12 +19,12 @@ from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.rms_norm import api as norms
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.layers import gated, rms_norm
-from mtp_jax.model.narrow import Fp8, index
+from mtp_jax.model.narrow import Fp8, Matrix, index
 from mtp_jax.model.params import Mlp, Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
-from mtp_jax.model.products.plain import Products, Reader, Readers, Split, Weight
-from mtp_jax.model.products.stream import Parts, Result, Stream, parts, plus, stream, summed
+from mtp_jax.model.products.plain import Products, Reader, Readers, Split
+from mtp_jax.model.products.stream import Parts, PendingResidual, ProductResult, parts, plus, stream, summed
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 PARTS = frozenset(("linear", "experts", "attention"))
@@ -86,7 +86,7 @@ class HopperProducts(Products):
 
     def norm(
         self, x: Any, weight: Float[Array, " D"], eps: float, readers: Readers = ()
-    ) -> tuple[Stream, HopperRows | Float[Array, "B W D"]]:
+    ) -> tuple[PendingResidual, HopperRows | Float[Array, "B W D"]]:
         """The stream with its addends summed, and normed, quantised for the readers that take it so.
 
         Without addends a kernel's norm returns the stream as it came.
@@ -96,7 +96,7 @@ class HopperProducts(Products):
         taken = [self.takes(reader, x.dtype) for reader in readers]
         if not any(taken) or not all(can(norms.check, shape[-1], a.values.dtype) for a in given):
             total = plus(x, added)
-            return Stream(total, ()), rms_norm(total, weight, eps)
+            return PendingResidual(total, ()), rms_norm(total, weight, eps)
         also_plain = not all(taken)
 
         def local(weight, *given):
@@ -119,11 +119,11 @@ class HopperProducts(Products):
             run = sharded(local, self.mesh, specs, out)
             whole, quantised = run(weight, *(a.values for a in given))
         normed = HopperRows(shape, whole[-1] if also_plain else None, quantised)
-        return Stream(whole[0] if added else x, ()), normed
+        return PendingResidual(whole[0] if added else x, ()), normed
 
-    def add(self, x: Any, *outs: Result) -> Stream:
+    def add(self, x: Any, *outs: ProductResult) -> PendingResidual:
         """Keep results beside the stream, for the next norm to sum and to add."""
-        return Stream(constrain(summed(stream(x).x), self.mesh, "slots", None, None), outs)
+        return PendingResidual(constrain(summed(stream(x).x), self.mesh, "slots", None, None), outs)
 
     def tap(self, x: Any) -> Float[Array, "B W D"]:
         """The stream with everything left to be added."""
@@ -133,7 +133,7 @@ class HopperProducts(Products):
         """The norm at the end, of the stream with all addends."""
         return rms_norm(plus(*stream(x)), weight, eps)
 
-    def joined(self, x: Float[Array, "B W N v"], o: Weight, absorbed: bool) -> Any:
+    def joined(self, x: Float[Array, "B W N v"], o: Matrix, absorbed: bool) -> Any:
         """Heads side by side, [B, W, N * v], as the product with ``o`` takes them."""
         wide = (*x.shape[:2], x.shape[2] * x.shape[3])
         own = e4m3.part(x, self.mesh, "slots", None, "heads")
@@ -156,13 +156,13 @@ class HopperProducts(Products):
         """Rows of a product that does not take them quantised."""
         return e4m3.plain(x)
 
-    def linear(self, x: Any, w: Weight, *, split: Split | None = None) -> Float[Array, "..."]:
+    def linear(self, x: Any, w: Matrix, *, split: Split | None = None) -> Float[Array, "..."]:
         """A product with an FP8 weight by a kernel; rows are, or are turned into, e4m3 with 1x128 blocks."""
         if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return super().linear(e4m3.plain(x), w, split=split)
         return self._multiplied(x, w, split, left=False)
 
-    def result(self, x: Any, w: Weight, *, split: Split | None = None) -> Result:
+    def result(self, x: Any, w: Matrix, *, split: Split | None = None) -> ProductResult:
         """A product whose parts and padding a kernel may leave to its reader."""
         over_model = split == "in" and ways("heads", self.mesh) > 1
         if over_model or not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):

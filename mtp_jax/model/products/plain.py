@@ -12,14 +12,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from mtp_jax.model.layers import gated, rms_norm
-from mtp_jax.model.narrow import Bf16, Narrow, Table, expand
+from mtp_jax.model.narrow import Bf16, Matrix, Table, expand
 from mtp_jax.model.params import Layer, Mlp, Moe
-from mtp_jax.model.products.stream import Result, summed
+from mtp_jax.model.products.stream import ProductResult, summed
 from mtp_jax.model.sharding import constrain, ways
 
 Split = Literal["out", "in"]
-Weight = Float[Array, "*o i"] | Narrow
-Stream = Any
+Residual = Any
 """The residual stream [B, W, D] between two stages: an array at first, then in the products' own form."""
 Rows = Any
 """The rows that a norm hands to products: [B, W, D], in the products' own form."""
@@ -28,7 +27,7 @@ Rows = Any
 class Reader(NamedTuple):
     """A weight whose product reads the rows of a norm; ``split``: see ``Products.linear``."""
 
-    weight: Weight
+    weight: Matrix
     split: Split | None = None
 
 
@@ -51,41 +50,41 @@ class Products:
     # The residual stream
 
     def norm(
-        self, x: Stream, weight: Float[Array, " D"], eps: float, readers: Readers = ()
-    ) -> tuple[Stream, Rows]:
+        self, x: Residual, weight: Float[Array, " D"], eps: float, readers: Readers = ()
+    ) -> tuple[Residual, Rows]:
         """Return the stream, and its rows normed for ``readers``."""
         return x, rms_norm(x, weight, eps)
 
-    def add(self, x: Stream, *outs: Result) -> Stream:
+    def add(self, x: Residual, *outs: ProductResult) -> Residual:
         """The stream with the results of a stage."""
         return constrain(x + functools.reduce(jnp.add, map(summed, outs)), self.mesh, "slots", None, None)
 
-    def tap(self, x: Stream) -> Float[Array, "B W D"]:
+    def tap(self, x: Residual) -> Float[Array, "B W D"]:
         """The stream as an array."""
         return x
 
-    def finish(self, x: Stream, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
+    def finish(self, x: Residual, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""
         return rms_norm(x, weight, eps)
 
-    def joined(self, x: Float[Array, "B W N v"], o: Weight, absorbed: bool) -> Rows:
+    def joined(self, x: Float[Array, "B W N v"], o: Matrix, absorbed: bool) -> Rows:
         """Heads side by side, [B, W, N * v], for the output projection ``o``. absorbed: the form of MLA."""
         return x.reshape(*x.shape[:2], -1)
 
     # Products
 
-    def linear(self, x: Rows, w: Weight, *, split: Split | None = None) -> Float[Array, "..."]:
+    def linear(self, x: Rows, w: Matrix, *, split: Split | None = None) -> Float[Array, "..."]:
         """``x @ w.T``: weights have output features first, as in the checkpoint; narrow weights are expanded.
 
         split: whether ``model`` splits the first output axis or the input features of w.
         """
         return self.product(x, w, x.dtype)
 
-    def result(self, x: Rows, w: Weight, *, split: Split | None = None) -> Result:
+    def result(self, x: Rows, w: Matrix, *, split: Split | None = None) -> ProductResult:
         """``linear`` for a reader that takes its result as a kernel leaves it."""
         return self.linear(x, w, split=split)
 
-    def product(self, x: Float[Array, "... i"], w: Weight, dtype: Any) -> Float[Array, "..."]:
+    def product(self, x: Float[Array, "... i"], w: Matrix, dtype: Any) -> Float[Array, "..."]:
         """``x @ w.T``, accumulated in float32."""
         w = expand(w, x.dtype)
         flat_x, flat_w = x.reshape(-1, x.shape[-1]), w.reshape(-1, w.shape[-1])

@@ -40,11 +40,11 @@ class Parts:
         return own[0] if count == 1 else own.sum(axis=0).astype(self.dtype)
 
 
-Result = Float[Array, "B W D"] | Parts
+ProductResult = Float[Array, "B W D"] | Parts
 """The result of a product."""
 
 
-class Stream(NamedTuple):
+class PendingResidual(NamedTuple):
     """The residual stream, and the last block's output, still to be added: a norm adds for nothing.
 
     Attributes:
@@ -52,16 +52,16 @@ class Stream(NamedTuple):
         added: results of products.
     """
 
-    x: Result
-    added: tuple[Result, ...]
+    x: ProductResult
+    added: tuple[ProductResult, ...]
 
 
-def stream(x: Any) -> Stream:
-    """A ``Stream`` of an array, at the first stage, or of a ``Stream`` as it is."""
-    return x if isinstance(x, Stream) else Stream(x, ())
+def stream(x: Any) -> PendingResidual:
+    """A ``PendingResidual`` of an array, at the first stage, or of a ``PendingResidual`` as it is."""
+    return x if isinstance(x, PendingResidual) else PendingResidual(x, ())
 
 
-def parts(x: Result, mesh: Mesh | None) -> Parts:
+def parts(x: ProductResult, mesh: Mesh | None) -> Parts:
     """``Parts`` as they are; an array as one part."""
     if isinstance(x, Parts):
         return x
@@ -69,11 +69,11 @@ def parts(x: Result, mesh: Mesh | None) -> Parts:
     return Parts(x.reshape(1, slots * window, width), (slots, window, width), ways("slots", mesh))
 
 
-def summed(x: Result) -> Float[Array, "B W D"]:
+def summed(x: ProductResult) -> Float[Array, "B W D"]:
     """The result as an array."""
     return x.summed() if isinstance(x, Parts) else x
 
 
-def plus(x: Result, added: Sequence[Result]) -> Float[Array, "B W D"]:
+def plus(x: ProductResult, added: Sequence[ProductResult]) -> Float[Array, "B W D"]:
     """The sum of x and its addends."""
     return functools.reduce(jnp.add, map(summed, added), summed(x))

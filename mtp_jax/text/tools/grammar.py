@@ -13,7 +13,7 @@ from mtp_jax.text.tools.tool import Tool
 
 
 @dataclass(frozen=True)
-class Asked:
+class Required:
     """The form of an output that a user asks for.
 
     Attributes:
@@ -30,7 +30,7 @@ class Asked:
     answer: JsonMapping | None = None
 
 
-def call_grammar(form: Format, tools: Sequence[Tool], vocabulary: Vocabulary, asked: Asked) -> str:
+def call_grammar(form: Format, tools: Sequence[Tool], vocabulary: Vocabulary, asked: Required) -> str:
     """The grammar of one output, in which a call that begins as its format says names a tool and is complete.
 
     Raises RequestError for a tool whose schema is no JSON Schema, or must be enforced and cannot be in this
@@ -41,7 +41,7 @@ def call_grammar(form: Format, tools: Sequence[Tool], vocabulary: Vocabulary, as
 
 
 class _Output:
-    def __init__(self, form: Format, rules: Rules, asked: Asked, at_once: bool) -> None:
+    def __init__(self, form: Format, rules: Rules, asked: Required, at_once: bool) -> None:
         """at_once: whether the output begins with a call or the answer, without text before."""
         self._form, self._rules, self._asked, self._at_once = form, rules, asked, at_once
 

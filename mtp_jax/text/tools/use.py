@@ -12,7 +12,7 @@ from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, StructuredOutput, embedded
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.tools.formats import FORMATS, Format, format_named
-from mtp_jax.text.tools.grammar import Asked, call_grammar
+from mtp_jax.text.tools.grammar import Required, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.rules import Vocabulary
 from mtp_jax.text.tools.tool import Tool
@@ -92,7 +92,7 @@ class ToolUse:
 
     def _grammar(self, tokenizer: Tokenizer, answer: JsonMapping | None, thinking: bool) -> str:
         vocabulary = Vocabulary(tokenizer.added_id, embedded, MAX_GRAMMAR_LENGTH)
-        asked = Asked(self.forced, self.several, thinking, answer)
+        asked = Required(self.forced, self.several, thinking, answer)
         try:
             return call_grammar(self.form, self.tools, vocabulary, asked)
         except RequestError:

@@ -19,10 +19,10 @@ from mtp_jax.cluster.handover.messages import (
     MOST_JSON,
     PURPOSE,
     REASONS,
-    End,
-    Failed,
+    Done,
+    GaveUp,
     Prefill,
-    Sent,
+    SentPage,
     claim,
 )
 from mtp_jax.cluster.handover.server import PageServer
@@ -227,7 +227,7 @@ def test_prompts_that_are_too_long_are_refused():
                 b'{"Prefill": ["", 0, 1.0, [3, 1, 4]]}',
             )
         ),
-        framed(End(), MOST_JSON),
+        framed(Done(), MOST_JSON),
     ],
     ids=[
         *("large JSON", "large arrays", "packed beyond its size", "no object", "no JSON", "nested"),
@@ -253,7 +253,7 @@ def test_messages_are_bounded_on_the_way_out_too():
         seals = Seals(MessageTags(b"a"), MessageTags(b"b"))
         signed = Signed(Connection(connected, time.monotonic() + 1), seals, KINDS, MOST_JSON)
         with pytest.raises(WireError, match=f"the most is {MOST_JSON:,}"):
-            signed.send(Failed("x" * MOST_JSON))
+            signed.send(GaveUp("x" * MOST_JSON))
 
 
 @pytest.mark.parametrize("said", ["late", "refused", "error", "skipped", "unreachable", "", "x1", "é" * 9000])
@@ -262,7 +262,7 @@ def test_a_member_chooses_no_reason_of_its_own(said):
     with source() as s, socket.create_connection(s.address) as connected:
         connection = Connection(connected, time.monotonic() + 5)
         seals = greet(connection, SECRET, PURPOSE, claim(s.name))
-        Signed(connection, seals, KINDS, MOST_JSON).send(Failed(said))
+        Signed(connection, seals, KINDS, MOST_JSON).send(GaveUp(said))
         expected = said if said in ("late", "refused", "error") else "protocol"
         until(lambda: s.server.failures == {expected: 1})
     documented = (Path(__file__).parents[3] / "docs" / "disaggregation.md").read_text(encoding="utf-8")
@@ -338,7 +338,7 @@ def test_who_passes_the_proofs_on_cannot_answer_in_the_servers_place():
         if at + len(data) <= greeting:
             return data
         zeros = tuple(np.zeros_like(array) for array in PAGES[0])
-        forged.append(framed(Sent(DIGESTS[0].hex(), "same", zeros), MOST_JSON) + bytes(TAG))
+        forged.append(framed(SentPage(DIGESTS[0].hex(), "same", zeros), MOST_JSON) + bytes(TAG))
         return forged[-1] if len(forged) == 1 else b""
 
     greeting = len(PURPOSE) + 32 + 1 + 32

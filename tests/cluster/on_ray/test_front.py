@@ -9,7 +9,7 @@ from starlette.requests import Request
 from mtp_jax.cluster.on_ray.front import Front
 from serve.base.errors import ApiError
 from serve.base.settings import Settings
-from serve.http.in_process import Call
+from serve.http.in_process import SentRequest
 
 SETTINGS = Settings(
     "m",
@@ -41,7 +41,7 @@ class Asked:
             await asyncio.Event().wait()
         return {"type": "http.request", "body": piece, "more_body": bool(self.pieces)}
 
-    def call(self) -> Call:
+    def call(self) -> SentRequest:
         return asyncio.run(Front(SETTINGS).call(self.request))
 
 

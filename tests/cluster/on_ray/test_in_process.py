@@ -5,9 +5,9 @@ from contextlib import aclosing
 
 import pytest
 
-from serve.http.in_process import Call, Head, stream
+from serve.http.in_process import AnswerHead, SentRequest, stream
 
-CALL = Call("POST", "/a", [(b"x-a", b"1")], b"body", b"q=1", ("h", 1))
+CALL = SentRequest("POST", "/a", [(b"x-a", b"1")], b"body", b"q=1", ("h", 1))
 
 
 def collect(app, call=CALL):
@@ -34,7 +34,7 @@ async def echo(scope, receive, send):
 
 
 def test_head_and_pieces():
-    assert collect(echo) == [Head(200, [(b"x-b", b"2")]), b"one", b"two"]
+    assert collect(echo) == [AnswerHead(200, [(b"x-b", b"2")]), b"one", b"two"]
 
 
 def test_an_answer_that_breaks_off_raises_and_a_whole_one_does_not():
@@ -50,7 +50,7 @@ def test_an_answer_that_breaks_off_raises_and_a_whole_one_does_not():
 
     with pytest.raises(RuntimeError, match="broken"):
         collect(breaks)
-    assert collect(raises_afterwards) == [Head(500, [(b"x-b", b"2")]), b"sorry"]
+    assert collect(raises_afterwards) == [AnswerHead(500, [(b"x-b", b"2")]), b"sorry"]
 
 
 def test_to_end_the_iteration_is_to_disconnect():
@@ -64,7 +64,7 @@ def test_to_end_the_iteration_is_to_disconnect():
 
     async def run():
         async with aclosing(stream(endless, CALL)) as parts:
-            assert [await anext(parts), await anext(parts)] == [Head(200, [(b"x-b", b"2")]), b"one"]
+            assert [await anext(parts), await anext(parts)] == [AnswerHead(200, [(b"x-b", b"2")]), b"one"]
             assert not seen
         for _ in range(3):
             await asyncio.sleep(0)

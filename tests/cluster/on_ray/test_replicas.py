@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from mtp_jax import EngineStopped
 from serve.base.settings import Settings
-from serve.http.in_process import Call, Head
+from serve.http.in_process import AnswerHead, SentRequest
 
 pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]' -c constraints.txt")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -46,14 +46,14 @@ class Handle:
     """A handle of replicas that reply one after the other."""
 
     def __init__(self, *replies: Reply) -> None:
-        self.replies, self.calls = [*replies], list[Call]()
+        self.replies, self.calls = [*replies], list[SentRequest]()
         self.remote = self._remote
 
     def options(self, **given: Any) -> "Handle":
         assert given == {"stream": True, "method_name": "answer"}
         return self
 
-    def _remote(self, call: Call) -> Reply:
+    def _remote(self, call: SentRequest) -> Reply:
         self.calls.append(call)
         return self.replies[len(self.calls) - 1]
 
@@ -99,7 +99,7 @@ def quick(monkeypatch):
 
 
 def test_an_answer_is_handed_on():
-    handle = Handle(Reply(Head(200, EVENTS), b"a", b"b"))
+    handle = Handle(Reply(AnswerHead(200, EVENTS), b"a", b"b"))
     prompt = "x" * 600
     status, headers, body, error = asyncio.run(ask(handle, json.dumps({"prompt": prompt}).encode(), 1000))
     assert (status, headers, body, error) == (200, [(b"content-type", b"text/event-stream")], b"ab", None)
@@ -108,9 +108,9 @@ def test_an_answer_is_handed_on():
     assert len(call.prefixes) == 2
 
 
-@pytest.mark.parametrize("lost", [[EngineStopped("gone")], [Head(200, EVENTS), EngineStopped("gone")]])
+@pytest.mark.parametrize("lost", [[EngineStopped("gone")], [AnswerHead(200, EVENTS), EngineStopped("gone")]])
 def test_what_was_lost_before_the_first_bytes_goes_to_another(lost):
-    handle = Handle(Reply(*lost), Reply(*lost), Reply(Head(200, EVENTS), b"a"))
+    handle = Handle(Reply(*lost), Reply(*lost), Reply(AnswerHead(200, EVENTS), b"a"))
     status, _, body, error = asyncio.run(ask(handle))
     assert (status, body, error, len(handle.calls)) == (200, b"a", None, 3)
 
@@ -118,14 +118,14 @@ def test_what_was_lost_before_the_first_bytes_goes_to_another(lost):
 def test_an_actor_that_died_is_a_loss_and_another_error_is_none():
     from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
 
-    handle = Handle(Reply(RayActorError()), Reply(Head(204, [])))
+    handle = Handle(Reply(RayActorError()), Reply(AnswerHead(204, [])))
     assert asyncio.run(ask(handle))[0] == 204
     with pytest.raises(RuntimeError, match="a fault"):
         asyncio.run(ask(Handle(Reply(RuntimeError("a fault")))))
 
 
 def test_a_stream_that_was_begun_ends_with_an_error_and_not_as_if_it_were_whole():
-    reply = Reply(Head(200, EVENTS), b"data: 1\n\n", EngineStopped("gone"))
+    reply = Reply(AnswerHead(200, EVENTS), b"data: 1\n\n", EngineStopped("gone"))
     status, _, body, error = asyncio.run(ask(Handle(reply)))
     assert status == 200
     first, last = body.decode().split("\n\n")[:2]
@@ -160,7 +160,7 @@ def replica(app: Any, error: Exception | None = None) -> Any:
 
 
 async def collect(made: Any) -> list[Any]:
-    return [part async for part in made.answer(Call("GET", "/", [], b""))]
+    return [part async for part in made.answer(SentRequest("GET", "/", [], b""))]
 
 
 async def two(scope: Any, receive: Any, send: Any) -> None:
@@ -175,8 +175,8 @@ async def nothing(scope: Any, receive: Any, send: Any) -> None:
 
 
 def test_a_replica_answers_until_its_engine_is_lost():
-    assert asyncio.run(collect(replica(two))) == [Head(200, []), b"a", b"b"]
-    assert asyncio.run(collect(replica(nothing))) == [Head(204, [])]
+    assert asyncio.run(collect(replica(two))) == [AnswerHead(200, []), b"a", b"b"]
+    assert asyncio.run(collect(replica(nothing))) == [AnswerHead(204, [])]
     asyncio.run(replica(two).check_health())
     lost = replica(two, EngineStopped("gone"))
     with pytest.raises(EngineStopped, match="before the first token"):

@@ -196,14 +196,14 @@ def test_bytes_that_the_device_has_not_are_refused_before_any_is_taken(monkeypat
     with pytest.raises(
         ConfigError, match=r"wide at depth 0, 1 slot of 4,096 rows needs 5.* GiB: .* 9.0 GiB free"
     ):
-        gpu.run("wide", cfg, gpu.Load([0, 1], [1]))
+        gpu.run("wide", cfg, gpu.StepLoad([0, 1], [1]))
     with pytest.raises(ConfigError, match=r"tiny at depth 1, 512 slots of .* of cache; cpu has 9.0 GiB free"):
-        gpu.run("tiny", tiny(), gpu.Load([1], [1, 512], rows=9000))
+        gpu.run("tiny", tiny(), gpu.StepLoad([1], [1, 512], rows=9000))
 
 
 @pytest.mark.slow
 def test_steps_of_a_model_of_random_weights_are_measured():
-    load = gpu.Load([0, 1], [4], rows=100, steps=40)
+    load = gpu.StepLoad([0, 1], [4], rows=100, steps=40)
     reports: list[Report] = [*gpu.run("tiny", tiny(), load, trace=True)]
     assert [report.pending for report in reports] == [1, 0]
     plain, drafting = reports[-1].figures["levels"]

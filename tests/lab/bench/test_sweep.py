@@ -8,7 +8,7 @@ import pytest
 from mtp_jax.commands import cli
 from mtp_jax.errors import CheckpointError
 from mtp_jax.lab.bench import report, sweep
-from mtp_jax.lab.bench.latency import Percentiles, Summary, Timeline, median_of, row
+from mtp_jax.lab.bench.latency import LatencySummary, Percentiles, Timeline, median_of, row
 from mtp_jax.lab.bench.report import Report
 from mtp_jax.lab.bench.subject import load as load_model
 from tests import golden
@@ -71,10 +71,10 @@ def test_latencies_of_a_timeline():
         line.add(at, tokens)
     assert (line.tokens, line.first, line.end, line.per_token) == (5, 2.0, 6.0, 1.0)
     assert line.gaps() == [1.0, 1.0, 1.0, 1.0]
-    summary = Summary.of([line, Timeline(11.0)], 8.0)  # the second got nothing
+    summary = LatencySummary.of([line, Timeline(11.0)], 8.0)  # the second got nothing
     assert (summary.requests, summary.tokens, summary.rate) == (1, 5, 0.625)
     assert summary.itl == Percentiles(1.0, 1.0, 1.0, 1.0, 4)
-    runs = [Summary.of([line], seconds) for seconds in (8.0, 4.0, 2.0, 16.0)]
+    runs = [LatencySummary.of([line], seconds) for seconds in (8.0, 4.0, 2.0, 16.0)]
     assert row(runs)[0] == "0.9"  # the median of 5/8, 5/4, 5/2 and 5/16
     assert median_of(runs, "ttft", "p50") == 2.0
 

@@ -9,7 +9,7 @@ from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.lab.forecast.counted import Counted
-from mtp_jax.lab.planning.launch_time import Work
+from mtp_jax.lab.planning.launch_time import LaunchWork
 from tests.models import TINY, engine_config
 
 
@@ -17,9 +17,9 @@ class Noted:
     """Times that take note of the work."""
 
     def __init__(self) -> None:
-        self.works: list[Work] = []
+        self.works: list[LaunchWork] = []
 
-    def launch(self, work: Work) -> float:
+    def launch(self, work: LaunchWork) -> float:
         self.works.append(work)
         return 1.0
 
@@ -27,7 +27,7 @@ class Noted:
         return 0.0
 
 
-def on_counted(keep: float = 0.0, shards: int = 1, **config: Any) -> tuple[Engine, list[Work]]:
+def on_counted(keep: float = 0.0, shards: int = 1, **config: Any) -> tuple[Engine, list[LaunchWork]]:
     sizes, times = engine_config(**{"num_speculative_tokens": 0, **config}), Noted()
     shares = np.full((8, sizes.num_speculative_tokens), keep)
     device = Counted(times, shares, slots=sizes.max_num_seqs, page_size=sizes.page_size, shards=shards)
@@ -50,7 +50,7 @@ def test_a_chunk_attends_to_the_tokens_before_it_and_to_half_of_itself():
     while engine.busy:
         engine.step()
     # 16 tokens each, after 0, 16 and 32 tokens, in pages of 16.
-    assert works == [Work(0, 0, 0, 16, seen) for seen in (16, 32, 48)]
+    assert works == [LaunchWork(0, 0, 0, 16, seen) for seen in (16, 32, 48)]
 
 
 def test_windows_read_the_whole_pages_of_the_busiest_shard():
@@ -60,10 +60,10 @@ def test_windows_read_the_whole_pages_of_the_busiest_shard():
         engine.step()
     engine.step()
     # About 42 rows in two slots; the other shard has about 28.
-    assert works[-1] == Work(4, 0, 32)
+    assert works[-1] == LaunchWork(4, 0, 32)
     engine.abort(long)
     engine.step()
-    assert works[-1] == Work(4, 0, 16)
+    assert works[-1] == LaunchWork(4, 0, 16)
 
 
 def test_a_request_may_have_fewer_drafts():

@@ -16,7 +16,7 @@ from mtp_jax.lab.forecast.load import Arrival
 from mtp_jax.lab.forecast.replay import Outcome, Service, fitted, replay
 from mtp_jax.lab.planning.deployment import Deployment, tokens_per_step
 from mtp_jax.lab.planning.hardware import GPUS
-from mtp_jax.lab.planning.launch_time import LaunchTimes, Work
+from mtp_jax.lab.planning.launch_time import LaunchTimes, LaunchWork
 from mtp_jax.lab.planning.published import DEEPSEEK_V3
 from mtp_jax.lab.planning.weights import Storage
 from mtp_jax.simulate.device import Simulated
@@ -33,7 +33,7 @@ class Fixed:
         self.draft, self._flush = draft, flush
         self.flushed: list[int] = []
 
-    def launch(self, work: Work) -> float:
+    def launch(self, work: LaunchWork) -> float:
         return CHUNK * bool(work.prompts) + (STEP + self.draft * work.depth) * bool(work.slots)
 
     def flush(self, slots: int, steps: int) -> float:
@@ -190,10 +190,10 @@ def test_one_request_of_deepseek_v3_takes_the_predicted_seconds():
     times, (one,) = LaunchTimes(BASE), of_v3([Arrival(1, 0, 1500, 41)], 0).served
 
     def chunk(begins: int, tokens: int) -> float:
-        return times.launch(Work(0, 0, 0, tokens, -(-(begins + tokens // 2) // PAGE) * PAGE))
+        return times.launch(LaunchWork(0, 0, 0, tokens, -(-(begins + tokens // 2) // PAGE) * PAGE))
 
     assert one.first == pytest.approx(chunk(0, 1024) + chunk(1024, 1024))
-    steps = [times.launch(Work(1, 0, -(-rows // PAGE) * PAGE)) for rows in range(1500, 1540)]
+    steps = [times.launch(LaunchWork(1, 0, -(-rows // PAGE) * PAGE)) for rows in range(1500, 1540)]
     assert one.per_token == pytest.approx(sum(steps) / 40)
 
 
@@ -204,7 +204,7 @@ def test_drafts_pay_for_one_user_of_deepseek_v3():
     assert drafting.depth > 2.5
     length = drafting.speculation.acceptance_length
     assert length == pytest.approx(tokens_per_step((0.86, 0.7, 0.55), 3), rel=0.05)
-    step = LaunchTimes(BASE).launch(Work(1, 3, 384))
+    step = LaunchTimes(BASE).launch(LaunchWork(1, 3, 384))
     for one in drafting.served:
         assert one.per_token == pytest.approx(step / length, rel=0.1)
 

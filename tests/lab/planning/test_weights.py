@@ -7,7 +7,7 @@ from mtp_jax.lab.planning.deployment import Deployment
 from mtp_jax.lab.planning.hardware import GPUS
 from mtp_jax.lab.planning.memory import memory
 from mtp_jax.lab.planning.published import DEEPSEEK_V3, KNOWN
-from mtp_jax.lab.planning.weights import Block, Storage
+from mtp_jax.lab.planning.weights import BlockWeights, Storage
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layer_specs import Moe
 from mtp_jax.model.spec import count
@@ -22,7 +22,7 @@ def test_blocks_have_every_parameter_of_their_layer(variant):
     v4 = ModelConfig.from_dict(v4_config())
     specs = param_specs(summarise(golden.model_dir(variant)).config if variant else v4)
     for layer in (*specs.layers, *(p.layer for p in specs.nextn)):
-        block = Block.of(layer)
+        block = BlockWeights.of(layer)
         parts = sum(w.narrow + w.half + w.single for w in block.parts)
         table = count(layer.mlp.by_token) if isinstance(layer.mlp, Moe) else 0
         assert parts + block.expert * block.experts + table == count(layer)

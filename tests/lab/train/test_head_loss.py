@@ -19,7 +19,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.lab.train.head_loss import Task, drafts_of, head_of, logits_of, objective, split
 from mtp_jax.lab.train.mixed import differentiable
 from mtp_jax.lab.train.start import begin
-from mtp_jax.lab.train.states import Windows
+from mtp_jax.lab.train.states import StateWindows
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model import trunk
 from mtp_jax.model.config import ModelConfig
@@ -47,7 +47,7 @@ def traced(params: Params, cfg: Any, tokens: jax.Array, taps: tuple[int, ...]) -
     return {FINAL: found.hidden, **{k: found.taps[k] for k in taps}}
 
 
-def windows(params: Params, cfg: Any, task: Task, texts: list[list[int]], anchor: int) -> Windows:
+def windows(params: Params, cfg: Any, task: Task, texts: list[list[int]], anchor: int) -> StateWindows:
     """One window with these texts behind each other, whose hidden states know of no other text."""
     longest = max(map(len, texts))
     states = traced(params, cfg, np.array([ids + [0] * (longest - len(ids)) for ids in texts]), task.taps)
@@ -61,7 +61,7 @@ def windows(params: Params, cfg: Any, task: Task, texts: list[list[int]], anchor
          for k, s in states.items()},
         np.array([[anchor]], np.int32),
     )  # fmt: skip
-    return Windows(*given)
+    return StateWindows(*given)
 
 
 SLOW = [pytest.param(v, marks=pytest.mark.slow) for v in ("eagle3", "eagle3_mla", "dflash", "dflash2")]
@@ -86,7 +86,7 @@ def test_what_is_tuned_is_what_drafts(variant: str) -> None:
     at = newest + np.arange(len(ids))
 
     @jax.jit
-    def made(params: Params, given: Windows) -> tuple[Any, jax.Array]:
+    def made(params: Params, given: StateWindows) -> tuple[Any, jax.Array]:
         drafts = list(drafts_of(task, params, given))
         logits = [logits_of(task, k, params, drafted) for k, drafted in enumerate(drafts)]
         return (logits, drafts), trunk.logits(params, given.states[FINAL][0, at], ON)
@@ -105,7 +105,7 @@ def test_what_is_tuned_is_what_drafts(variant: str) -> None:
 MOE = replace(TINY, nextn_moe=(True,))
 
 
-def drawn(task: Task, cfg: ModelConfig = TINY) -> Windows:
+def drawn(task: Task, cfg: ModelConfig = TINY) -> StateWindows:
     """Windows of random tokens and states."""
     rng, shape = np.random.default_rng(3), (2, 12 + task.extra)
     states = {k: rng.normal(size=(*shape, cfg.hidden_size)).astype(np.float32) for k in (FINAL, *task.taps)}
@@ -118,7 +118,7 @@ def drawn(task: Task, cfg: ModelConfig = TINY) -> Windows:
         states,
         rng.integers(1, 12, (2, 4)),
     )
-    return Windows(*given)
+    return StateWindows(*given)
 
 
 @pytest.mark.rest
@@ -155,7 +155,7 @@ def test_the_objective_is_the_distance_of_two_distributions() -> None:
     given = drawn(task)
 
     @jax.jit
-    def run(params: Params, given: Windows) -> tuple[Any, dict[str, Any]]:
+    def run(params: Params, given: StateWindows) -> tuple[Any, dict[str, Any]]:
         drafts = list(drafts_of(task, params, given))
         both = [(logits_of(task, k, params, drafted), drafted) for k, drafted in enumerate(drafts)]
         kinds = [replace(task, objective=kind) for kind in ("kl", "tv", "text")]

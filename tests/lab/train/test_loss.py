@@ -13,7 +13,7 @@ import pytest
 from scipy.special import log_softmax
 
 from mtp_jax.lab.train import step
-from mtp_jax.lab.train.loss import Aux, loss
+from mtp_jax.lab.train.loss import LossFigures, loss
 from mtp_jax.lab.train.mixed import Factors, differentiable
 from mtp_jax.lab.train.optimizer import make_optimizer
 from mtp_jax.lab.train.recipe import Recipe, Stage
@@ -32,7 +32,7 @@ TERMS = of_model(CONFIG, LENGTH)
 
 
 @functools.cache
-def trained(products: Factors = "float32") -> tuple[float, Aux, dict[str, np.ndarray]]:
+def trained(products: Factors = "float32") -> tuple[float, LossFigures, dict[str, np.ndarray]]:
     """(The loss, its figures, the gradient by name)."""
     run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 3, 4, 5, 6))
     (total, aux), grads = run(params(), CONFIG, FEWER, 0.3, 2, "data", products)

@@ -11,7 +11,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench.corpus import BOS, EOS, SourceFile
 from mtp_jax.lab.train.dialogues import dialogues
 from mtp_jax.lab.train.packages import read_packages, without_copies
-from mtp_jax.lab.train.recipe import Package, Recipe, Source, Stage
+from mtp_jax.lab.train.recipe import Package, Recipe, Stage, TextSource
 from mtp_jax.lab.train.text import read_text
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -62,7 +62,7 @@ def test_near_copies_of_held_out_files_are_dropped() -> None:
     assert without_copies([copy, other], [held]) == [other]
 
 
-def recipe(folder: Path, *text: Source, packages: tuple[Package, ...] = ()) -> Recipe:
+def recipe(folder: Path, *text: TextSource, packages: tuple[Package, ...] = ()) -> Recipe:
     return Recipe(
         model_config=folder / "c",
         tokenizer=folder / "t",

@@ -23,7 +23,7 @@ from mtp_jax.lab.train import loop, report, step
 from mtp_jax.lab.train.data import batch_at, even_windows
 from mtp_jax.lab.train.optimizer import make_optimizer
 from mtp_jax.lab.train.recipe import Recipe, Stage
-from mtp_jax.lab.train.report import SMOOTHING_STEPS, Reporter, plot_losses
+from mtp_jax.lab.train.report import SMOOTHING_STEPS, RunReporter, plot_losses
 from mtp_jax.lab.train.state_store import StateStore
 from mtp_jax.model.params import Moe, init_params
 from tests.lab.train.tiny import CONFIG, TINY, params
@@ -67,7 +67,7 @@ SAME: dict[str, Any] = dict.fromkeys(("model_config", "tokenizer"), DEMO)
 
 
 @functools.cache
-def step_of(recipe: Recipe, stage: Stage) -> Callable[..., step.StepResult]:
+def step_of(recipe: Recipe, stage: Stage) -> Callable[..., step.Trained]:
     return step.make_step(recipe, stage, CONFIG, make_optimizer(recipe, recipe.total_steps))
 
 
@@ -161,15 +161,15 @@ def test_ctrl_c_keeps_the_steps_that_were_done_and_the_end_is_a_model_with_its_t
     (folder / "tokenizer.json").write_text("another one")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     own = replace(short, tokenizer=folder / "mine.json")
-    told, pressed = Reporter.step, []
+    told, pressed = RunReporter.step, []
 
-    def press_once(self: Reporter, step: int, tokens: int, metrics: dict) -> None:
+    def press_once(self: RunReporter, step: int, tokens: int, metrics: dict) -> None:
         told(self, step, tokens, metrics)
         if step == 3 and not pressed:
             pressed.append(step)
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Reporter, "step", press_once)
+    monkeypatch.setattr(RunReporter, "step", press_once)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -299,7 +299,7 @@ def test_two_minutes_of_the_demo_recipe_learn_python(tmp_path: Path) -> None:
 def test_the_pace_leaves_the_first_step_out_which_compiles(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    reporter = Reporter(tmp_path, first_step=2, total_steps=10, every_s=0.0)
+    reporter = RunReporter(tmp_path, first_step=2, total_steps=10, every_s=0.0)
     for i, seconds in ((2, 60.0), (3, 2.0), (4, 2.0)):
         now[0] += seconds
         reporter.step(i, 100, {"losses": [1.5]})

@@ -20,7 +20,7 @@ from mtp_jax.commands import cli
 from mtp_jax.errors import RequestError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.train.prompts import read_prompts
-from mtp_jax.lab.train.report import Reporter
+from mtp_jax.lab.train.report import RunReporter
 from mtp_jax.lab.train.start import begin
 from mtp_jax.lab.train.tune_options import Fresh, TuneOptions
 from mtp_jax.text.tokenizer import Tokenizer
@@ -105,9 +105,9 @@ def test_an_interrupted_run_ends_with_the_same_head(
     parts.mkdir()
     for name in ("states", "states.json", "before.json"):
         (shutil.copytree if name == "states" else shutil.copyfile)(whole / name, parts / name)
-    tell = Reporter.step
+    tell = RunReporter.step
 
-    def press(self: Reporter, step: int, tokens: int, metrics: dict[str, Any]) -> None:
+    def press(self: RunReporter, step: int, tokens: int, metrics: dict[str, Any]) -> None:
         tell(self, step, tokens, metrics)
         if step == 1:
             signal.raise_signal(signal.SIGINT)
@@ -115,7 +115,7 @@ def test_an_interrupted_run_ends_with_the_same_head(
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(Reporter, "step", press)
+            patch.setattr(RunReporter, "step", press)
             assert cli.main(command(model, prompts, parts)) == cli.INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -13,7 +13,7 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 
 from mtp_jax.errors import RequestError
 from mtp_jax.text.tools.formats import FORMATS
-from mtp_jax.text.tools.grammar import Asked, call_grammar
+from mtp_jax.text.tools.grammar import Required, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
 from mtp_jax.text.tools.tool import Tool
@@ -67,7 +67,7 @@ def test_forced_calls_of_random_tools_fit_their_schemas(name, as_tokens):
     keys = set()
     for seed in range(12):
         tools = [random_tool(rng, "one"), random_tool(rng, "two")]
-        grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, seed % 2 == 0))
+        grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Required(True, seed % 2 == 0))
         text = writer.write(grammar, seed)
         parser = ToolParser(form, {tool.name: tool.parameters for tool in tools})
         parts = parser.push(text) + parser.flush()
@@ -93,7 +93,7 @@ def test_text_may_hold_a_call_and_one_that_begins_is_completed(name, as_tokens):
         {"properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False},
         strict=True,
     )
-    grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), Asked(False, True))
+    grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), Required(False, True))
     assert writer.write(grammar, 0) == ""  # text may end anywhere
     text = writer.write(grammar, 0, start="I see < here." + form.opens[0])
     said, begin, *rest = parts = ToolParser(form).push(text)
@@ -109,7 +109,7 @@ def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
     form, rng, width = FORMATS[name], random.Random(name), 4
     writer = writer_of(name, as_tokens)
     tools, words = [random_tool(rng, "f"), random_tool(rng, "two")], -(-writer.size // 32)
-    grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Asked(True, True))
+    grammar = call_grammar(form, tools, vocabulary(writer.tokenizer), Required(True, True))
     ids = writer.tokenizer.encode(writer.write(grammar, 0), add_special_tokens=False).ids[:60]
     one, many = (LLMatcher(writer.inner, grammar, log_level=0) for _ in range(2))
     expected = np.full((len(ids), words), -1, np.int32)
@@ -128,7 +128,7 @@ def test_masks_along_drafts_are_those_of_one_token_at_a_time(name, as_tokens):
 def test_an_answer_without_a_call_fits_its_schema(name):
     form, tool = FORMATS[name], Tool("f", {"additionalProperties": False}, strict=True)
     writer = writer_of(name, "text")
-    asked = Asked(False, False, answer={"const": [1]})
+    asked = Required(False, False, answer={"const": [1]})
     grammar = call_grammar(form, [tool], vocabulary(writer.tokenizer), asked)
     assert json.loads(writer.write(grammar, 0, start="[")) == [1]
     (begin, *_) = ToolParser(form).push(writer.write(grammar, 0, start=form.opens[0][:3]))
@@ -154,9 +154,9 @@ def test_a_forced_call_has_the_argument_it_must_have_or_is_refused(name, key, sa
     schema = {"properties": {key: {"const": "</s>"}}, "required": [key], "additionalProperties": False}
     if says:
         with pytest.raises(RequestError, match=says):
-            call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Asked(True, False))
+            call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Required(True, False))
         return
-    grammar = call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Asked(True, False))
+    grammar = call_grammar(form, [Tool("f", schema)], vocabulary(writer.tokenizer), Required(True, False))
     parts = ToolParser(form, {"f": schema}).push(writer.write(grammar, 0))
     assert arguments(parts, 0) == {key: "</s>"}
 
@@ -184,14 +184,14 @@ def test_what_arguments_each_by_itself_cannot_keep_to_is_refused(name):
         ({"properties": {"a": {"enum": ["b", f"c{stop}"]}}}, "parameter 'a'.*it holds"),
     ):
         with pytest.raises(RequestError, match=says):
-            call_grammar(FORMATS[name], [Tool("f", schema, strict=True)], words, Asked(False, True))
+            call_grammar(FORMATS[name], [Tool("f", schema, strict=True)], words, Required(False, True))
         with pytest.raises(RequestError, match=says):
-            call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(True, True))
-        assert call_grammar(FORMATS[name], [Tool("f", schema)], words, Asked(False, True))
+            call_grammar(FORMATS[name], [Tool("f", schema)], words, Required(True, True))
+        assert call_grammar(FORMATS[name], [Tool("f", schema)], words, Required(False, True))
     with pytest.raises(RequestError, match="the tool 'a b': a name has letters"):
-        call_grammar(FORMATS[name], [Tool("a b")], words, Asked(False, True))
+        call_grammar(FORMATS[name], [Tool("a b")], words, Required(False, True))
     optional = {"properties": {f"p{i}": {"type": "integer"} for i in range(100)}, "required": ["p99"]}
-    assert call_grammar(FORMATS[name], [Tool("f", optional)], words, Asked(True, True))
+    assert call_grammar(FORMATS[name], [Tool("f", optional)], words, Required(True, True))
 
 
 @pytest.mark.parametrize("as_tokens", ["special", "text"])
@@ -206,7 +206,7 @@ def test_a_grammar_lets_closing_tags_without_their_mark_end_a_call(name, as_toke
     number = f'</{mark}parameter>\n<{mark}parameter name="n" string="false">2'
     ends = [marked, marked.replace(mark, ""), marked.replace(f"</{mark}parameter", "</parameter")]
     ends += [marked.replace(f"/{mark}invoke", "/invoke"), marked.replace(end, end.replace(mark, ""))]
-    grammar = call_grammar(form, [Tool("f")], vocabulary(writer.tokenizer), Asked(False, True))
+    grammar = call_grammar(form, [Tool("f")], vocabulary(writer.tokenizer), Required(False, True))
     for text in (begin + inner + ending for inner in ("", number) for ending in ends):
         matcher = LLMatcher(writer.inner, grammar, log_level=0)
         ids = writer.tokenizer.encode(text, add_special_tokens=False).ids

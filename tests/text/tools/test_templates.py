@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS
-from mtp_jax.text.tools.grammar import Asked, call_grammar
+from mtp_jax.text.tools.grammar import Required, call_grammar
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText
 from mtp_jax.text.tools.tool import Tool
@@ -107,7 +107,7 @@ def test_what_a_template_writes_is_taken_and_read_back(name, mode):
     for round in range(14):
         as_tokens = ("tokens", "special", "text")[round % 3]
         tools = [random_tool(rng, f, mode == "strict") for f in ("get_it", "get")]
-        asked = Asked(forced=mode == "forced", several=True)
+        asked = Required(forced=mode == "forced", several=True)
         grammar = call_grammar(form, [tool for tool, _ in tools], vocabulary(backend(name, as_tokens)), asked)
         begin = LLMatcher(compiled(name, as_tokens), grammar, log_level=0)
         assert not begin.is_error(), begin.get_error()
