@@ -1,8 +1,9 @@
 """Prometheus metrics. Metrics of vLLM have its names, so that its dashboards and clients work."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -129,8 +130,33 @@ class _Engine:
 
     def collect(self) -> Iterator[Metric]:
         """Families of metrics."""
-        s, allm, law = self._allm.stats(), self._allm, self._allm.about.engine.law
-        gauges = {
+        s = self._allm.stats()
+        yield self._inter_token(s)
+        for name, (text, value) in self._gauges(s).items():
+            yield self._family(GaugeMetricFamily(name, text, labels=[_LABEL]), {(): value})
+        alarms = GaugeMetricFamily(
+            "mtp_jax:acceptance_alarm",
+            "1 while the first draft is accepted less often than --acceptance-floor (low), or more often "
+            "than --acceptance-ceiling (high).",
+            labels=[_LABEL, "kind"],
+        )
+        yield self._family(alarms, {(kind,): kind == self._alarm.kind for kind in KINDS})
+        checked = GaugeMetricFamily(
+            "mtp_jax:draft_check_acceptance",
+            "Drafts of --draft-model that were accepted in a text of the model at the start, by position.",
+            labels=[_LABEL, "position"],
+        )
+        yield self._family(checked, {(str(i),): share for i, share in enumerate(self._alarm.at_start)})
+        for name, (text, value) in _counters(s).items():
+            yield self._family(CounterMetricFamily(name, text, labels=[_LABEL]), {(): value})
+        for totals in (_totals(s), *(further() for further in self._allm.hooks.counters)):
+            for (name, text, label), values in totals.items():
+                family = CounterMetricFamily(name, text, labels=[_LABEL, label])
+                yield self._family(family, {(str(key),): value for key, value in values.items()})
+
+    def _gauges(self, s: EngineStats) -> dict[str, tuple[str, float]]:
+        allm, law = self._allm, self._allm.about.engine.law
+        gauges: dict[str, tuple[str, float]] = {
             "vllm:num_requests_running": ("Requests that have a slot.", s.running),
             "vllm:num_requests_waiting": ("Requests without a slot.", s.waiting),
             "vllm:kv_cache_usage_perc": (
@@ -162,19 +188,6 @@ class _Engine:
                 "while depth 0 has not been measured lately where half of the time was spent.",
                 s.realised_speedup,
             )
-        counters: dict[str, tuple[str, float]] = {
-            "vllm:prompt_tokens": ("Prompt tokens of admitted requests.", s.prompt_tokens),
-            "vllm:generation_tokens": ("Tokens generated, also those cut off again.", s.generation_tokens),
-            "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", s.prefix_queries),
-            "vllm:prefix_cache_hits": ("Prompt tokens found there.", s.prefix_hits),
-            "vllm:num_preemptions": ("Requests that lost their pages for a time.", s.preemptions),
-            "vllm:spec_decode_num_drafts": ("Rows that verified at least one draft.", s.drafts),
-            "vllm:spec_decode_num_draft_tokens": ("Drafts verified.", s.draft_tokens),
-            "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted.", s.accepted_tokens),
-            "mtp_jax:host_cache_stored_pages": ("Pages that the host's memory took.", s.tier.stored),
-            "mtp_jax:host_cache_restored_pages": ("Pages that it gave back.", s.tier.restored),
-            "mtp_jax:prefill_seconds": ("Seconds of steps that had nothing but prompts.", s.prefill_seconds),
-        }
         if s.experts is not None:
             gauges["mtp_jax:expert_imbalance"] = (
                 "Rows of the busiest device's experts over the mean of all devices, as last read; the mean "
@@ -182,58 +195,7 @@ class _Engine:
                 s.experts.imbalance,
             )
             gauges["mtp_jax:expert_imbalance_worst"] = ("The same of the worst layer.", s.experts.worst)
-            counters["mtp_jax:expert_moves"] = ("Experts copied from slot to slot.", s.experts.moves)
-            counters["mtp_jax:expert_gathers"] = (
-                "Passes through a layer whose all-to-all had no room for all rows.",
-                s.experts.over,
-            )
-        yield self._inter_token(s)
-        for name, (text, value) in gauges.items():
-            yield self._family(GaugeMetricFamily(name, text, labels=[_LABEL]), {(): value})
-        alarms = GaugeMetricFamily(
-            "mtp_jax:acceptance_alarm",
-            "1 while the first draft is accepted less often than --acceptance-floor (low), or more often "
-            "than --acceptance-ceiling (high).",
-            labels=[_LABEL, "kind"],
-        )
-        yield self._family(alarms, {(kind,): float(kind == self._alarm.kind) for kind in KINDS})
-        checked = GaugeMetricFamily(
-            "mtp_jax:draft_check_acceptance",
-            "Drafts of --draft-model that were accepted in a text of the model at the start, by position.",
-            labels=[_LABEL, "position"],
-        )
-        yield self._family(checked, {(str(i),): share for i, share in enumerate(self._alarm.at_start)})
-        for name, (text, value) in counters.items():
-            yield self._family(CounterMetricFamily(name, text, labels=[_LABEL]), {(): value})
-        by = {
-            ("vllm:request_success", "Requests by how they ended.", "finished_reason"): s.finished,
-            (
-                "vllm:spec_decode_num_accepted_tokens_per_pos",
-                "Drafts accepted, by position.",
-                "position",
-            ): dict(enumerate(s.accepted_per_position)),
-            ("mtp_jax:draft_tokens", "Drafts verified, by origin.", "source"): s.drafted_by_source,
-            ("mtp_jax:accepted_draft_tokens", "Drafts accepted.", "source"): s.accepted_by_source,
-            ("mtp_jax:first_drafts", "Rows that verified drafts, by origin.", "source"): s.first_drafts,
-            (
-                "mtp_jax:accepted_first_drafts",
-                "Those whose first draft was accepted.",
-                "source",
-            ): s.accepted_first_drafts,
-            (
-                "mtp_jax:prefix_cache_hits",
-                "Prompt tokens found in the prefix cache, by where they were.",
-                "tier",
-            ): s.hits_by_tier,
-            ("mtp_jax:host_cache_dropped_pages", "Pages that it lost.", "reason"): s.tier.dropped,
-            ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
-            ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
-        }
-        for further in allm.hooks.counters:
-            by |= further()
-        for (name, text, label), values in by.items():
-            family = CounterMetricFamily(name, text, labels=[_LABEL, label])
-            yield self._family(family, {(str(key),): value for key, value in values.items()})
+        return gauges
 
     def _inter_token(self, stats: EngineStats) -> Metric:
         gaps = stats.inter_token
@@ -252,3 +214,54 @@ class _Engine:
         for labels, value in values.items():
             family.add_metric([self._name, *labels], value)
         return family
+
+
+def _counters(s: EngineStats) -> dict[str, tuple[str, float]]:
+    counters: dict[str, tuple[str, float]] = {
+        "vllm:prompt_tokens": ("Prompt tokens of admitted requests.", s.prompt_tokens),
+        "vllm:generation_tokens": ("Tokens generated, also those cut off again.", s.generation_tokens),
+        "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", s.prefix_queries),
+        "vllm:prefix_cache_hits": ("Prompt tokens found there.", s.prefix_hits),
+        "vllm:num_preemptions": ("Requests that lost their pages for a time.", s.preemptions),
+        "vllm:spec_decode_num_drafts": ("Rows that verified at least one draft.", s.drafts),
+        "vllm:spec_decode_num_draft_tokens": ("Drafts verified.", s.draft_tokens),
+        "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted.", s.accepted_tokens),
+        "mtp_jax:host_cache_stored_pages": ("Pages that the host's memory took.", s.tier.stored),
+        "mtp_jax:host_cache_restored_pages": ("Pages that it gave back.", s.tier.restored),
+        "mtp_jax:prefill_seconds": ("Seconds of steps that had nothing but prompts.", s.prefill_seconds),
+    }
+    if s.experts is not None:
+        counters["mtp_jax:expert_moves"] = ("Experts copied from slot to slot.", s.experts.moves)
+        counters["mtp_jax:expert_gathers"] = (
+            "Passes through a layer whose all-to-all had no room for all rows.",
+            s.experts.over,
+        )
+    return counters
+
+
+def _totals(s: EngineStats) -> Mapping[tuple[str, str, str], Mapping[Any, float]]:
+    """Totals by name, description and label: the total of each value of the label."""
+    return {
+        ("vllm:request_success", "Requests by how they ended.", "finished_reason"): s.finished,
+        (
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by position.",
+            "position",
+        ): dict(enumerate(s.accepted_per_position)),
+        ("mtp_jax:draft_tokens", "Drafts verified, by origin.", "source"): s.drafted_by_source,
+        ("mtp_jax:accepted_draft_tokens", "Drafts accepted.", "source"): s.accepted_by_source,
+        ("mtp_jax:first_drafts", "Rows that verified drafts, by origin.", "source"): s.first_drafts,
+        (
+            "mtp_jax:accepted_first_drafts",
+            "Those whose first draft was accepted.",
+            "source",
+        ): s.accepted_first_drafts,
+        (
+            "mtp_jax:prefix_cache_hits",
+            "Prompt tokens found in the prefix cache, by where they were.",
+            "tier",
+        ): s.hits_by_tier,
+        ("mtp_jax:host_cache_dropped_pages", "Pages that it lost.", "reason"): s.tier.dropped,
+        ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
+        ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
+    }

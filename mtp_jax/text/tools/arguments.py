@@ -1,8 +1,8 @@
 """Arguments of calls as rules of a grammar: any object, or the objects that a tool's schema allows."""
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import reduce
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial, reduce
 
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonObject
@@ -75,43 +75,35 @@ class _Held:
                 f"the tool {self._tool.name!r} requires more than {_BITS} parameters; require fewer"
             )
         known = {**dict.fromkeys(required, others), **self._whole.get("properties", {})}
-        first = [] if required else [self._end]
-        more = [self._end + _given(len(required))]
-
-        def add(pair: str, after: str, bits: int, unless: str) -> None:
-            one = self._rules.add("pair", pair)
-            first.append(f"{one} {name}::{bits:#x}")
-            more.append(f"{self._pair.between} {one} {name}::{after}{unless}")
-
-        def add_last(pair: str, bit: int) -> None:
-            one = self._rules.add("last", pair)
-            first.extend([one] if len(required) <= (bit < len(required)) else [])
-            more.append(f"{self._pair.between} {one}{_given(len(required), bit)}")
-
+        ways = _Ways(self._rules, name, self._pair.between, self._end, len(required))
         for bit, (key, schema) in enumerate(known.items()):  # required keys come first
-            value = self._value(key, schema)
-            if value is None and key in required:
+            if not self._add(ways, partial(self._pair.of_key, key), key, schema, bit) and key in required:
                 raise RequestError(
                     f"the tool {self._tool.name!r} requires {key!r:.40}, of which no value is allowed"
                 )
-            if value is not None and bit < _BITS:
-                add(self._pair.of_key(key, value), f"set_bit({bit})", 1 << bit, f" %if bit_clear({bit})")
-            elif value is not None:
-                add(self._pair.of_key(key, value), "_", 0, "")
-            if (last := self._pair.slipped(schema, self._whole, self._end_text)) is not None:
-                add_last(self._pair.of_key(key, last), bit)
-        if others is not False and (value := self._value("", others)) is not None:
-            key = self._pair.key
-            if known:
-                key += f" & ~{self._rules.add('KNOWN', ' | '.join(map(self._pair.spelt, known)))}"
-            key = self._rules.add("KEY", key)
-            add(self._pair.of_any_key(key, value), "_", 0, "")
-            if (last := self._pair.slipped(others, self._whole, self._end_text)) is not None:
-                add_last(self._pair.of_any_key(key, last), _BITS)
-        if len(first) == (not required):
-            return self._end
-        self._rules.name(f"{name}::_", " | ".join(more))
-        return one_of(first)
+        if others is not False:
+            self._add(ways, partial(self._of_other_key, known), "", others, _BITS)
+        return ways.written() or self._end
+
+    def _of_other_key(self, known: Collection[str], value: str) -> str:
+        """The rule for an argument whose key the schema does not name."""
+        key = self._pair.key
+        if known:
+            key += f" & ~{self._rules.add('KNOWN', ' | '.join(map(self._pair.spelt, known)))}"
+        return self._pair.of_any_key(self._rules.add("KEY", key), value)
+
+    def _add(self, ways: "_Ways", pair: Callable[[str], str], key: str, schema: object, bit: int) -> bool:
+        """Add the ways to write one argument; return whether there are any.
+
+        pair: turns the rule of a value into the rule of the argument.
+        """
+        value = self._value(key, schema)
+        if value is None:
+            return False
+        ways.add(pair(value), bit)
+        if (last := self._pair.slipped(schema, self._whole, self._end_text)) is not None:
+            ways.add_last(pair(last), bit)
+        return True
 
     def _value(self, key: str, schema: object) -> str | None:
         """The rule for an argument's value; None where the schema allows no value."""
@@ -143,6 +135,41 @@ class _Held:
                     found.setdefault(place, {})[name] = known[name]
                     waiting.append(known[name])
         return found
+
+
+class _Ways:
+    """The ways to go on, with an argument or the end, before the first argument and behind one.
+
+    Behind one they are a rule whose parameter has a bit for each of the first arguments that is there. An
+    argument without a bit, of number ``_BITS`` or more, may come again.
+    """
+
+    def __init__(self, rules: Rules, name: str, between: str, end: str, required: int) -> None:
+        """name: the name of the rule. required: number of the first arguments, which must be there."""
+        self._rules, self._name, self._between, self._required = rules, name, between, required
+        self._ends = [] if required else [end]
+        self._first, self._more = list[str](), [end + _given(required)]
+
+    def add(self, pair: str, bit: int) -> None:
+        """Add an argument, and the rule behind it."""
+        one = self._rules.add("pair", pair)
+        own = bit < _BITS
+        self._first.append(f"{one} {self._name}::{1 << bit if own else 0:#x}")
+        after, unless = (f"set_bit({bit})", f" %if bit_clear({bit})") if own else ("_", "")
+        self._more.append(f"{self._between} {one} {self._name}::{after}{unless}")
+
+    def add_last(self, pair: str, bit: int) -> None:
+        """Add an argument that ends the call."""
+        one = self._rules.add("last", pair)
+        self._first += [one] if self._required <= (bit < self._required) else []
+        self._more.append(f"{self._between} {one}{_given(self._required, bit)}")
+
+    def written(self) -> str:
+        """Write the rule; return the ways before the first argument, or "" where there is no argument."""
+        if not self._first:
+            return ""
+        self._rules.name(f"{self._name}::_", " | ".join(self._more))
+        return one_of([*self._ends, *self._first])
 
 
 def _given(required: int, last: int = _BITS) -> str:
