@@ -141,6 +141,11 @@ def test_server_options(name, option):
         assert options.given(args, cls) == {name: value}
 
 
+def test_a_batch_gives_variables_to_the_template():
+    args = PARSER().parse_args(["batch", "in", "out", "--chat-template-kwargs", '{"thinking": true}'])
+    assert options.chosen(args, Settings, model_names="m").chat_template_kwargs == {"thinking": True}
+
+
 @pytest.mark.parametrize(("completions", "mesh", "slots"), [(1, "1x1", 1), (3, "2x1", 4), (50, "1x1", 8)])
 def test_as_many_slots_as_completions(monkeypatch, completions, mesh, slots):
     assert opened_with(monkeypatch, "--mesh", mesh, completions=completions)["max_num_seqs"] == slots
