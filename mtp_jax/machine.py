@@ -5,8 +5,11 @@ import functools
 import hashlib
 import os
 import platform
-from importlib.metadata import version
+import re
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
 from pathlib import Path
+from sys import modules
 
 
 def usable_cores() -> int:
@@ -37,6 +40,19 @@ def processor_features() -> frozenset[str]:
     # x86 has "flags", ARM "Features": that of the first core.
     found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(found, platform.processor()).split())
+
+
+def cpu_devices() -> int | None:
+    """Devices of the processor that JAX counts, told without it; None where it may find other devices."""
+    if "jax" in modules:  # which knows it, and may be configured otherwise
+        return None
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    plugins = entry_points(group="jax_plugins") or find_spec("libtpu")
+    if platforms != "cpu" and (platforms or plugins):
+        return None
+    forced = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    count = os.environ.get("JAX_NUM_CPU_DEVICES", forced[1] if forced else "1")
+    return int(count) if count.isdecimal() else None
 
 
 def converts_float16() -> bool:

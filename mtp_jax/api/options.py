@@ -82,8 +82,8 @@ class LLMOptions(EngineOptions):
     )
     sampling_defaults: SamplingDefaults = option(
         "model",
-        "temperature, top_p, top_k, min_p and repetition_penalty unless a request names them: the model's "
-        "generation_config.json, or none of it",
+        "temperature, top_p, top_k, min_p, repetition_penalty and most tokens of a chat unless a request "
+        "names them: the model's generation_config.json, or none of it",
         choices=get_args(SamplingDefaults),
     )
     group: "Group | None" = option(

@@ -8,18 +8,22 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.hf_config import read_json
 
 FILE = "generation_config.json"
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SAME = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Options of ``SamplingParams``, and the file's names of them.
+NAMES = {**dict(zip(_SAME, _SAME, strict=True)), "max_tokens": "max_new_tokens"}
 
 
 def sampling_defaults(folder: Path, source: str) -> JsonObject:
     """Options of ``SamplingParams`` that a request does not set; none if ``source`` is "none".
+
+    ``max_tokens`` is that of prompts without parameters and of chats.
 
     Raises ConfigError for values out of range.
     """
     if source == "none" or not (folder / FILE).is_file():
         return {}
     told = read_json(folder / FILE)
-    found = {name: told[name] for name in NAMES if told.get(name) is not None}
+    found = {name: told[theirs] for name, theirs in NAMES.items() if told.get(theirs) is not None}
     try:
         SamplingParams(**found)
     except RequestError as error:
@@ -33,5 +37,5 @@ def described(defaults: JsonObject) -> str:
     """A line at the start: "temperature 0.6, top_p 0.95 unless given (generation_config.json; ...)"."""
     if not defaults:
         return f"temperature 1 where a request names none; nothing from {FILE}"
-    named = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    named = ", ".join(f"{name} {value:.10g}" for name, value in defaults.items())
     return f"{named} unless given ({FILE}; --sampling-defaults none leaves it out)"

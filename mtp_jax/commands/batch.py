@@ -41,7 +41,12 @@ def register(subparsers: Subparsers) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="JSON lines")
     parser.add_argument("target", type=Path, metavar="OUT", help="JSON lines; appended to")
     add_engine(parser)
-    add_options(parser, Settings, ("model_names", "strict"), {"model_names": "its folder's name"})
+    add_options(
+        parser,
+        Settings,
+        ("model_names", "strict", "chat_template_kwargs"),
+        {"model_names": "its folder's name"},
+    )
     parser.add_argument(
         "--in-flight",
         type=positive,

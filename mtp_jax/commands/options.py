@@ -14,6 +14,7 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.api.sampling_defaults import described, sampling_defaults
+from mtp_jax.commands.check_model import check_model
 from mtp_jax.commands.parser import (
     Parser,
     acceptance,
@@ -255,7 +256,7 @@ def open_llm(
 
 def llm_options(args: argparse.Namespace, report: Reporter, completions: int) -> JsonObject:
     """The options of ``LLM`` without the model. Imports jax. Raises ConfigError."""
-    found = engine_options(args, completions)
+    found = checked_options(args, completions)
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
     if (share := found.get("memory_fraction")) is not None:
@@ -267,6 +268,13 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
     if "mesh" in found:
         found["mesh"] = make_mesh(*found["mesh"])
     return {**found, "reporter": report}
+
+
+def checked_options(args: argparse.Namespace, completions: int) -> JsonObject:
+    """The same as ``engine_options``, once they fit the model. Raises ConfigError."""
+    found = engine_options(args, completions)
+    check_model(model_dir(args), found, getattr(args, "hosts", 1))
+    return found
 
 
 def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
@@ -348,13 +356,6 @@ def model_dir(args: argparse.Namespace) -> Path:
     if args.model is not None:
         read_json(args.model / "config.json")
     return args.model or demo_model()
-
-
-def check_folders(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a configuration that cannot be run, or a draft model without a folder."""
-    ModelConfig.from_file(model_dir(args) / "config.json")
-    if (head := getattr(args, "draft_model", None)) is not None and not head.is_dir():
-        raise ConfigError(missing_folder(head))
 
 
 def _without_effect(args: argparse.Namespace, names: Iterable[str], when: str) -> None:

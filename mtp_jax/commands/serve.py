@@ -15,11 +15,10 @@ from mtp_jax.commands.options import (
     add_engine,
     add_groups,
     add_options,
-    check_folders,
+    checked_options,
     chosen,
     depth,
     drafter,
-    engine_options,
     open_llm,
     reporter,
 )
@@ -108,8 +107,7 @@ def run(
 def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None", attach: "Attach | None") -> int:
     settings = settings_of(args)
     limits = chosen(args, QueueLimits)
-    engine_options(args, SLOTS)  # both raise their errors before the slow import
-    check_folders(args)
+    checked_options(args, SLOTS)  # raises its errors before the slow import
     with report.phase("import server"):
         from serve.http.run import listen, serve
     with listen(settings) as listener:

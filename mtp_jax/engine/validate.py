@@ -22,6 +22,17 @@ _LONGEST_TIMEOUT = 10**9
 
 def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
     """Raises ConfigError if a model over ``shards`` data shards cannot be served this way."""
+    check_sizes(cfg, config, shards)
+    if config.num_speculative_tokens and not cfg.drafts and not config.suffix_drafts:
+        raise ConfigError(
+            f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
+            "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
+        )
+    _check_drafts(cfg, config)
+
+
+def check_sizes(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
+    """Raises ConfigError for sizes that do not fit the model; its drafter does not matter."""
     if config.max_num_seqs % shards:
         raise ConfigError(
             f"max_num_seqs = {config.max_num_seqs} does not divide over a data axis of {shards}"
@@ -41,12 +52,6 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"page_size = {config.page_size}; expected a multiple of {cfg.page_unit}, such as {nearest}: an "
             f"entry of compressed attention, of {cfg.page_unit} tokens at most, lies in one page"
         )
-    if config.num_speculative_tokens and not cfg.drafts and not config.suffix_drafts:
-        raise ConfigError(
-            f"num_speculative_tokens = {config.num_speculative_tokens}, but the checkpoint has no NextN "
-            "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
-        )
-    _check_drafts(cfg, config)
     if config.kv_cache_dtype == "fp8" and cfg.row.e4m3 % 2:
         name = "head_dim - qk_rope_head_dim" if cfg.compressed else "kv_lora_rank"
         raise ConfigError(

@@ -13,9 +13,9 @@ from jaxtyping import PyTree
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.spec import RULES, Spec, leaves
+from mtp_jax.model.divide import check_divides
+from mtp_jax.model.spec import RULES, Spec
 from mtp_jax.model.spec import ways as parts_of
-from mtp_jax.model.specs import param_specs
 
 
 def make_mesh(data: int, model: int) -> Mesh:
@@ -84,19 +84,4 @@ def check_divisible(cfg: ModelConfig, mesh: Mesh | AbstractMesh | None) -> None:
     if mesh is None:
         return
     _check_axes(mesh)
-    for spec in leaves(param_specs(cfg)):
-        for size, axis in zip(spec.shape, spec.axes, strict=True):
-            devices = ways(axis, mesh)
-            if size % devices:
-                raise ConfigError(
-                    f"{axis} = {size} does not divide over {devices} devices of mesh {dict(mesh.shape)}; "
-                    "choose a mesh whose axes divide it"
-                )
-    if cfg.gqa:
-        heads, all_heads = cfg.num_attention_heads // ways("heads", mesh), cfg.num_attention_heads
-        group = all_heads // cfg.gqa.kv_heads
-        if heads % group and group % heads:
-            raise ConfigError(
-                f"mesh {dict(mesh.shape)} gives each device {heads} query heads, and each {group} share a kv "
-                "head: they are neither whole groups nor within one; choose another model axis"
-            )
+    check_divides(cfg, mesh.shape)

@@ -100,11 +100,10 @@ async def ask(
     name: the id of its answer. also: further names that calls may use, and the tool of each.
     """
     use = use_of(server.tool_format, body.callable, body.choice, body.parallel_tool_calls, also or {})
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    defaults = server.allm.about.sampling_defaults
     top = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.params(
-        most, body.stream, top, body.prompt_logprobs, defaults=server.allm.about.sampling_defaults
-    )
+    most = body.most_tokens(defaults.get("max_tokens"))
+    params = body.params(most, body.stream, top, body.prompt_logprobs, defaults=defaults)
     # The thought is no part of the content, in which a client looks for its stop strings.
     stops = body.stop_in_thoughts is True
     params = replace(params, max_thinking_tokens=body.thinking_budget, stop_in_thoughts=stops)

@@ -264,7 +264,7 @@ _Item = Annotated[
 class ResponsesBody(CallBody, Switches):
     """The body of the route."""
 
-    # What is stored is refused, unless the field is empty.
+    # A field of stored things is refused, unless it is empty.
     without_effect: ClassVar = CallBody.without_effect | {"client_metadata", "max_tool_calls", *_STORED}
 
     input: Annotated[

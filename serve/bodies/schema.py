@@ -124,8 +124,7 @@ class Sampling(Refusing):
         )  # fmt: skip
         given: JsonObject = {name: v for name in same if (v := getattr(self, name)) is not None}
         return SamplingParams(
-            **{**defaults, **given},
-            max_tokens=max_tokens,
+            **{**defaults, **given, "max_tokens": max_tokens},
             seed=None if self.seed is None else self.seed % 2**32,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             logprobs=logprobs,
@@ -256,6 +255,11 @@ class ChatBody(CallBody, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs = true")
         return self
+
+    def most_tokens(self, usual: int | None) -> int | None:
+        """The limit of the answer's tokens; usual: the model's own, where the request has none."""
+        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return given or (usual and max(usual, self.min_tokens or 0))
 
     @property
     def thoughts(self) -> Literal["apart", "inside", "hidden"]:

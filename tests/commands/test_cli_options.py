@@ -108,6 +108,8 @@ def test_a_coupled_verifier_decides_what_is_sampled_without_drafts_too(monkeypat
 def opened_with(monkeypatch, *argv, completions=3):
     seen = {}
     monkeypatch.setattr(mtp_jax.api.llm, "LLM", lambda model, **given: seen.update(given, model=model))
+    for name in ("model_dir", "check_model"):  # there is no folder
+        monkeypatch.setattr(options, name, lambda *given: None)
     options.open_llm(parse("-q", *argv), options.Silent(), completions)
     return seen
 
@@ -137,6 +139,11 @@ def test_server_options(name, option):
     args = PARSER().parse_args(["serve", *argv])
     for cls in (c for c in OF_SERVERS if name in declared(c)):
         assert options.given(args, cls) == {name: value}
+
+
+def test_a_batch_gives_variables_to_the_template():
+    args = PARSER().parse_args(["batch", "in", "out", "--chat-template-kwargs", '{"thinking": true}'])
+    assert options.chosen(args, Settings, model_names="m").chat_template_kwargs == {"thinking": True}
 
 
 @pytest.mark.parametrize(("completions", "mesh", "slots"), [(1, "1x1", 1), (3, "2x1", 4), (50, "1x1", 8)])
@@ -267,7 +274,7 @@ ERRORS = [
         ["generate", V3, "--max-model-len", 9999, *QUIET],
         "the model's positions end at 2560",
     ),
-    (["generate", V3, "--mesh", "9x9", *QUIET], "a 9x9 mesh needs 81 devices"),
+    (["generate", V3, "--mesh", "9x9", *QUIET], "vocab = 160 does not divide over 9 devices"),
     (
         ["chat", V3],
         "v3/model has no tokenizer.json or tiktoken.model, so it cannot chat; use `mtp-jax generate`",

@@ -9,9 +9,10 @@ import pytest
 
 from mtp_jax import LLM, CheckpointError, ConfigError, SamplingParams, demo_model
 from mtp_jax.api.introduction import introduction
-from mtp_jax.api.sampling_defaults import sampling_defaults
+from mtp_jax.api.sampling_defaults import described, sampling_defaults
 from mtp_jax.commands import cli
 from mtp_jax.commands.serve import summary
+from serve.bodies.schema import ChatBody, CompletionBody
 from tests.serve.conftest import RATES, SIZES, Running, start
 
 SAID: dict[str, Any] = {
@@ -56,9 +57,24 @@ def test_a_prompt_without_parameters_takes_the_models_own(told: Path, monkeypatc
     assert simulated(told, sampling_defaults="none").default_sampling_params == SamplingParams()
 
 
+def test_the_models_own_length_is_that_of_chats(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 131072}')
+    usual = sampling_defaults(tmp_path, "model")
+    assert usual == {"max_tokens": 131072}
+    assert "max_tokens 131072 unless given" in described(usual)
+    chat = {"messages": [{"role": "user", "content": "q"}]}
+    limits = [{}, {"max_tokens": 3}, {"max_completion_tokens": 4}, {"min_tokens": 2**18}, {"max_tokens": -1}]
+    found = [ChatBody.model_validate(chat | given).most_tokens(2**17) for given in limits]
+    assert found == [2**17, 3, 4, 2**18, 2**17]
+    assert ChatBody.model_validate(chat).most_tokens(None) is None
+    body = CompletionBody.model_validate({"prompt": "q"})
+    assert body.params(16, False, defaults=usual).max_tokens == 16
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
+        ({"max_new_tokens": 0}, "max_tokens = 0"),
         ({"temperature": "hot"}, "temperature = 'hot'; expected a number from 0"),
         ({"top_p": 3}, "top_p = 3; expected a number from 0 to 1"),
         ({"top_k": 1.5}, "top_k = 1.5"),
@@ -97,6 +113,7 @@ def test_requests_take_what_they_do_not_name(told: Path, monkeypatch):
         with running.client() as client:
             for route, body in bodies.items():
                 assert client.post(route, json=body).status_code == 200, route
+            assert {p.max_tokens for p in seen} == {2}
             for route in ("/v1/completions", "/v1/messages"):
                 client.post(route, json=bodies[route] | {"temperature": 1, "top_k": 7})
             client.post(

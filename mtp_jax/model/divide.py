@@ -1,0 +1,28 @@
+"""Whether a model divides over a mesh, without jax."""
+
+from collections.abc import Mapping
+
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.spec import leaves, ways
+from mtp_jax.model.specs import param_specs
+
+
+def check_divides(cfg: ModelConfig, mesh: Mapping[str, int]) -> None:
+    """Raise ConfigError if a sharded dimension of the model does not divide over a mesh of these axes."""
+    for spec in leaves(param_specs(cfg)):
+        for size, axis in zip(spec.shape, spec.axes, strict=True):
+            devices = ways(axis, mesh)
+            if size % devices:
+                raise ConfigError(
+                    f"{axis} = {size} does not divide over {devices} devices of mesh {dict(mesh)}; "
+                    "choose a mesh whose axes divide it"
+                )
+    if cfg.gqa:
+        heads, all_heads = cfg.num_attention_heads // ways("heads", mesh), cfg.num_attention_heads
+        group = all_heads // cfg.gqa.kv_heads
+        if heads % group and group % heads:
+            raise ConfigError(
+                f"mesh {dict(mesh)} gives each device {heads} query heads, and each {group} share a kv "
+                "head: they are neither whole groups nor within one; choose another model axis"
+            )
