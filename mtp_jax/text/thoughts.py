@@ -154,7 +154,7 @@ class Splitter:
 
     def push(self, text: str) -> tuple[str, str]:
         """Take text; return the new (thought, answer) that may be shown."""
-        if self._place.part is Part.START and not self._place.held and not text.strip():
+        if self._place.part is OutputPart.START and not self._place.held and not text.strip():
             self._space.append(text)
             return "", ""
         self._place, thought, answer = self._thoughts.push(self._place, self._begun(text))

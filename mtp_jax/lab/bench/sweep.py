@@ -139,7 +139,7 @@ def run(
         yield report if law is None else forced(report, str(law))
 
 
-def _check(load: Load) -> None:
+def _check(load: SweepLoad) -> None:
     """Raise ConfigError for a load that cannot be measured."""
     most = max(load.concurrency, default=0)
     if min(load.concurrency, default=0) < 1 or load.rounds < 1 or load.max_tokens < 2 or load.depth < 1:
@@ -148,7 +148,7 @@ def _check(load: Load) -> None:
         raise ConfigError(f"--requests {load.requests} is fewer than the {most} at a time of --concurrency")
 
 
-def _about(load: Load, source: str, control: bool) -> str:
+def _about(load: SweepLoad, source: str, control: bool) -> str:
     """The note below the table. source: of the prompts, in words."""
     count = load.requests or "max(16, 4 x level)"
     note = (
@@ -161,7 +161,7 @@ def _about(load: Load, source: str, control: bool) -> str:
 
 
 def _rounds(
-    engines: Mapping[Mode, Engine], prompts: Sequence[Sequence[int]], load: Load, level: int
+    engines: Mapping[Mode, Engine], prompts: Sequence[Sequence[int]], load: SweepLoad, level: int
 ) -> dict[Mode, list[ModeRun]]:
     """Runs of every mode at one level, in turns that begin with another mode each; the first is dropped."""
     modes: list[Mode] = [*engines]

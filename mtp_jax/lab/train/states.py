@@ -73,7 +73,9 @@ def write_states(
             update(min(first + size, len(texts)), len(texts))
 
 
-def _answers(llm: LLM, texts: Sequence[Text], first: int, sampling: JsonObject) -> list[tuple[int, ...]]:
+def _answers(
+    llm: LLM, texts: Sequence[PromptLine], first: int, sampling: JsonObject
+) -> list[tuple[int, ...]]:
     """The answer of every text: its own, or else the model's."""
     asked = [i for i, text in enumerate(texts) if text.answer is None]
     params = [replace(SamplingParams(**sampling | texts[i].sampling), seed=first + i) for i in asked]

@@ -231,7 +231,7 @@ def test_a_schema_lets_closing_tags_without_their_mark_end_a_call(as_tokens, for
     }
     if strict:
         schema["additionalProperties"] = False
-    asked = Asked(forced, True)
+    asked = Required(forced, True)
     grammar = call_grammar(form, [Tool("f", schema, strict)], vocabulary(writer.tokenizer), asked)
 
     def accepts(*keys: str, value: str = "x y", slip: bool = True) -> bool:
