@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mtp_jax.api.local import make_runner
+from mtp_jax.api.local import backend_of, decoding_of, make_runner
 from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Pending, Runner, Step
 from mtp_jax.decode.programs import Programs
@@ -33,6 +33,7 @@ from mtp_jax.heads.blocks.declared import BlockHead
 from mtp_jax.heads.medusa.declared import MedusaTree
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.config import OF_MLA, GqaConfig, ModelConfig
+from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import data_size, param_sharding
 from mtp_jax.text.grammar import Grammars
@@ -268,8 +269,7 @@ _PROGRAMS: dict[Any, Programs] = {}
 def _shared(programs: Programs) -> Programs:
     """The programs of the first engine whose programs were made of the same."""
     leaves, tree = jax.tree.flatten((programs._params, programs._state))
-    how = programs.law, programs.margins
-    made_of = programs.model, programs.drafter, how, tree, tuple(leaves)
+    made_of = programs.decoding, tree, tuple(leaves)
     return _PROGRAMS.setdefault(made_of, programs)
 
 
@@ -298,6 +298,14 @@ def engine_config(**config: Any) -> EngineConfig:
     return EngineConfig(**sizes | config)
 
 
+def runner_of(
+    cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None
+) -> LocalRunner:
+    """A new runner."""
+    params = with_slots(params, config.redundant_experts, mesh)
+    return make_runner(decoding_of(cfg, config, backend_of(config, mesh)), params, config)
+
+
 def make_engine(
     params: Params | None = None,
     cfg: ModelConfig = TINY,
@@ -314,9 +322,9 @@ def make_engine(
     check_config(cfg, sizes, data_size(mesh))
     enough = replace(sizes, num_pages=None)
     roomy = enough.pages_per_shard(data_size(mesh)) > sizes.pages_per_shard(data_size(mesh))
-    runner = make_runner(cfg, params, enough if roomy else sizes, mesh)
+    runner = runner_of(cfg, params, enough if roomy else sizes, mesh)
     runner.programs = _shared(runner.programs)
-    return Engine(cfg, sizes, runner, grammars)
+    return Engine(runner.decoding.model.cfg, sizes, runner, grammars)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, runner: Runner, seen: Callable[[Step], object]) -> None:

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 
 from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import resident_bytes, return_free_memory
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.machine import memory_size
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
 from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
@@ -33,7 +33,7 @@ _MOST_PAGES = 2**22  # the most that num_pages may say
 
 
 def sized(
-    cfg: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None, structured: bool
+    decoding: Decoding, params: Params, config: EngineConfig, structured: bool
 ) -> tuple[EngineConfig, Room]:
     """The config with the pages that ``memory_fraction`` has room for, per data shard, and the sum.
 
@@ -42,9 +42,9 @@ def sized(
     """
     assert config.memory_fraction is not None
     return_free_memory()
-    total, used = _memory(mesh, config.memory_fraction)
+    total, used = _memory(decoding.model.on.mesh, config.memory_fraction)
     probe = replace(config, memory_fraction=None, num_pages=config.columns)
-    runner = make_runner(cfg, params, probe, mesh)
+    runner = make_runner(decoding, params, probe)
     page = runner.page_bytes
     rest = state_bytes(runner) - config.columns * page  # bytes of the slots, and of the spare page
     room = Room(total, config.memory_fraction, float(used + rest), _programs(runner, probe, structured))

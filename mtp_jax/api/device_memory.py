@@ -172,14 +172,15 @@ class DeviceMemory:
         placed = [_placed(w, s) for w, s in zip(weights, where, strict=True)]
         part = tree.unflatten(placed)
         del new, weights, placed
-        self._set(engine, tag, local_runner(engine).model.on.laid_out(part) if tag == "weights" else part)
+        on = local_runner(engine).decoding.model.on
+        self._set(engine, tag, on.laid_out(part) if tag == "weights" else part)
         self.released.remove(tag)
 
     def _set(self, engine: Engine, tag: Tag, part: PyTree) -> None:
         """Give this part to the engine."""
         trunk, drafts = (part, self.params.drafts) if tag == "weights" else (self.params, part)
         self.params = trunk.with_drafts(drafts)
-        local_runner(engine).take(drafting(self.params, engine.config.num_speculative_tokens))
+        local_runner(engine).take(self.params)
 
 
 class NoWeights(DeviceMemory):
@@ -193,11 +194,6 @@ def _placed(w: PyTree, where: PyTree) -> PyTree:
     """A weight on its devices, in the form that its predecessor had there."""
     placed = jax.device_put(without_bits(w), without_bits(where))
     return placed if where == without_bits(where) else with_bits(placed)
-
-
-def drafting(params: Params, num_speculative_tokens: int) -> Params:
-    """Parameters of an engine: without speculation the drafter is left out and costs no memory."""
-    return params if num_speculative_tokens else params.with_drafts()
 
 
 def _part(params: Params, tag: Tag) -> Params | DraftLayers:

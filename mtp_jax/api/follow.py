@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from mtp_jax.api.device_memory import drafting
 from mtp_jax.api.load import load_model
 from mtp_jax.api.local import make_runner
 from mtp_jax.api.options import LLMOptions
@@ -25,9 +24,7 @@ def follow(model: str | Path | None = None, **rest: Any) -> int:
     if group is None or not isinstance(group.log, FollowerLog):
         raise ConfigError("follow() is for the ranks after the first; rank 0 makes an LLM")
     loaded = load_model(options, report)
-    params = drafting(loaded.params, loaded.engine.num_speculative_tokens)
-    cfg = loaded.config if params.can_draft else loaded.config.without_drafts()
     with report.phase("allocate cache"):
-        runner = make_runner(cfg, params, loaded.engine, options.mesh)
+        runner = make_runner(loaded.decoding, loaded.params, loaded.engine)
     with report.phase("follow"):
         return replay(runner, group.log, group.ending)

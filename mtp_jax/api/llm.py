@@ -15,10 +15,10 @@ import numpy as np
 from mtp_jax.api import probe as probing
 from mtp_jax.api.about import shown
 from mtp_jax.api.completions import Prompt, PromptState, as_prompts
-from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate, drafting
+from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate
 from mtp_jax.api.identity import Identity, NewWeights
 from mtp_jax.api.load import describe_simulated, load_model
-from mtp_jax.api.local import make_runner
+from mtp_jax.api.local import decoding_of, make_runner
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.outputs import Draft, RequestOutput
@@ -59,7 +59,7 @@ class LLM:
             ConfigError, CheckpointError: the message names the option or file to change.
         """
         self._report = options.reporter or Silent()
-        self.group, self._mesh = options.group, options.mesh
+        self.group = options.group
         if self.group and not self.group.leads:
             raise ConfigError(
                 f"rank {self.group.hosts.rank} follows: call follow() with the same options; rank 0 makes "
@@ -68,9 +68,9 @@ class LLM:
         self._rates, self._seconds = options.simulate, options.simulated_step
         if self._rates is None:
             model = load_model(options, self._report)
-            self._memory, on = DeviceMemory(model.params), model.on
+            self._memory, self._decoding = DeviceMemory(model.params), model.decoding
         else:
-            model, self._memory, on = describe_simulated(options), NoWeights(), None
+            model, self._memory, self._decoding = describe_simulated(options), NoWeights(), None
         self.tokenizer, self.config = model.tokenizer, model.config
         self.folders, self.room = model.folders, model.room
         self.sampling_defaults = model.sampling
@@ -79,7 +79,7 @@ class LLM:
         )
         self.engine = self._make_engine(model.engine)
         self._session = Session(self.engine)
-        self._scorer = on and Scorer(self.config, on)
+        self._scorer = self._decoding and Scorer(self.config, self._decoding.model.on)
 
     def __repr__(self) -> str:
         return f"LLM({shown(self.folders[0], self.config, self.engine.config)})"
@@ -88,11 +88,11 @@ class LLM:
         if self._rates is not None:
             language = simulated_language(self.config, self._rates, self.tokenizer)
             return simulated_engine(self.config, config, language, self._seconds, self._grammars)
-        params = drafting(self._memory.params, config.num_speculative_tokens)
-        cfg = self.config if params.can_draft else self.config.without_drafts()
+        decoding = self._decoding
+        assert decoding, "a model that is not simulated has programs"
         with self._report.phase("allocate cache"):
-            runner = make_runner(cfg, params, config, self._mesh)
-            return Engine(cfg, config, lead(runner, self.group), self._grammars)
+            runner = make_runner(decoding, self._memory.params, config)
+            return Engine(decoding.model.cfg, config, lead(runner, self.group), self._grammars)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -107,9 +107,7 @@ class LLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters that the engine runs with, on all devices together."""
-        if self.simulated:
-            return 0
-        return nbytes(drafting(self._memory.params, self.engine.config.num_speculative_tokens))
+        return nbytes(self._decoding.read(self._memory.params)) if self._decoding else 0
 
     def _check_alone(self, what: str) -> None:
         """Raises ConfigError over several hosts, with experts that move, and without weights."""
@@ -129,8 +127,8 @@ class LLM:
     def without_speculation(self) -> "LLM":
         """The same weights, until they are updated, with an engine of its own that never drafts."""
         self._check_alone("a second engine without speculation")
-        other = copy(self)
-        config = self.engine.config.without_drafts()
+        other, config = copy(self), self.engine.config.without_drafts()
+        other._decoding = self._decoding and decoding_of(self.config, config, self._decoding.model.on)
         if self.room:  # the first engine has all the memory, so take pages for one request
             config = replace(config, num_pages=config.columns)
         other.engine = self._make_engine(config)

@@ -12,17 +12,17 @@ from mtp_jax import checkpoint
 from mtp_jax.api.cache_size import sized
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
-from mtp_jax.api.device_memory import drafting
+from mtp_jax.api.local import backend_of, decoding_of
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
 from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.api.simulated import check_simulated
 from mtp_jax.checkpoint.digest import beside, folder_digest, folder_sizes
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.hello import options_of, versions
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import multiplies_bf16, platform
 from mtp_jax.model.expert_slots import with_slots
@@ -56,7 +56,7 @@ class LoadedModel(Described):
     """A described model with its parameters on their devices."""
 
     params: Params
-    on: Backend
+    decoding: Decoding
 
 
 def describe_simulated(options: LLMOptions) -> Described:
@@ -94,13 +94,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     num_nextn_layers = options.num_nextn_layers
     if not engine.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
         num_nextn_layers = 0  # the folder need not have the layers that its config.json declares
-    on = backend(
-        options.kernels,
-        options.mesh,
-        options.expert_exchange,
-        options.expert_room,
-        options.micro_batches,
-    )
+    on = backend_of(engine, options.mesh)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
     draft = options.draft_model
@@ -124,14 +118,12 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     with report.phase("compare"):
         compare_weights()
-    room = None
+    config, room = _with_eos(config, tokenizer), None
+    decoding = decoding_of(config, engine, on)
     if engine.memory_fraction is not None:
         with report.phase("size cache"):
-            used = drafting(params, engine.num_speculative_tokens)
-            own = config if used.can_draft else config.without_drafts()
-            engine, room = sized(own, used, engine, options.mesh, tokenizer is not None)
-    config = _with_eos(config, tokenizer)
-    return LoadedModel(config, engine, tokenizer, sampling, folders, params, on, room=room)
+            engine, room = sized(decoding, params, engine, tokenizer is not None)
+    return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, room=room)
 
 
 def _check_dtype(engine: EngineConfig) -> None:

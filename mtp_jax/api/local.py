@@ -1,52 +1,65 @@
 """Engines that run on the devices of this process."""
 
+from dataclasses import fields
+
 from jax.sharding import Mesh
 
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.decode.state import StateShape
-from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.build import build
 from mtp_jax.machine import memory_size
-from mtp_jax.model.backend import backend
+from mtp_jax.model.backend import Backend, backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Params
-from mtp_jax.model.sharding import check_divisible, data_size, with_auto_axes
+from mtp_jax.model.sharding import check_divisible, data_size
 from mtp_jax.model.trunk import Model
 
 
 def local_engine(cfg: ModelConfig, params: Params, config: EngineConfig) -> Engine:
     """An engine on one device, without structured output. Compiles nothing yet. Raises ConfigError."""
-    return Engine(cfg, config, make_runner(cfg, params, config))
+    decoding = decoding_of(cfg, config, backend_of(config))
+    runner = make_runner(decoding, with_slots(params, config.redundant_experts, None), config)
+    return Engine(decoding.model.cfg, config, runner)
+
+
+def backend_of(options: EngineOptions, mesh: Mesh | None = None) -> Backend:
+    """The backend that the options choose. Raises ConfigError."""
+    rows = options.expert_exchange, options.expert_room
+    return backend(options.kernels, mesh, *rows, options.micro_batches)
+
+
+def decoding_of(cfg: ModelConfig, config: EngineConfig, on: Backend) -> Decoding:
+    """The facts that the programs of an engine share; without slots for drafts there is no drafter.
+
+    Raises ConfigError.
+    """
+    model = Model(cfg if config.num_speculative_tokens else cfg.without_drafts(), on)
+    drafter = build(model.cfg, config.suffix_drafts, config.trees)
+    choices = {f.name: getattr(config, f.name) for f in fields(Decoding)[2:]}
+    return Decoding(model, drafter, **choices)
 
 
 def make_runner(
-    cfg: ModelConfig,
-    params: Params,
-    config: EngineConfig,
-    mesh: Mesh | None = None,
-    *,
-    allocate: bool = True,
+    decoding: Decoding, params: Params, config: EngineConfig, *, allocate: bool = True
 ) -> LocalRunner:
     """A runner with the slots and pages that ``config`` says. Raises ConfigError.
 
     allocate: False: the cache is not allocated, and ``params`` may hold shapes alone: nothing is launched.
     """
-    mesh = with_auto_axes(mesh)
+    cfg, mesh = decoding.model.cfg, decoding.model.on.mesh
     check_divisible(cfg, mesh)
-    params = with_slots(params, config.redundant_experts, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     pages, fp8 = config.pages_per_shard(shards), config.kv_cache_dtype == "fp8"
     sizes = config.max_num_seqs, pages, config.page_size, config.columns
     shape = StateShape(*sizes, config.dtype, fp8, 1 + config.num_speculative_tokens)
-    on = backend(config.kernels, mesh, config.expert_exchange, config.expert_room, config.micro_batches)
-    drafter = build(cfg, config.suffix_drafts, config.trees)
-    how = config.law, config.adaptive_verification
-    runner = LocalRunner(Model(cfg, on), drafter, params, shape, *how, allocate=allocate)
+    runner = LocalRunner(decoding, params, shape, allocate=allocate)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

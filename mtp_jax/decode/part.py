@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.arrays import TopLogprobs
-from mtp_jax.decode.drafter.protocol import Committed, Drafter, Features
+from mtp_jax.decode.decoding import Decoding
+from mtp_jax.decode.drafter.protocol import Committed, Features
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.result import Emitted, StepResult
 from mtp_jax.decode.sampling import top_logprobs
 from mtp_jax.decode.state import Slots, State, Which, put_slots
 from mtp_jax.model.cache import PagedView
 from mtp_jax.model.params import Params
-from mtp_jax.model.trunk import Model
 
 
 class PartRows(NamedTuple):
@@ -64,8 +64,7 @@ class Part(ABC):
         key: the step's.
     """
 
-    model: Model
-    drafter: Drafter
+    decoding: Decoding
     key: StepKey
     rows: PartRows
 
@@ -85,7 +84,7 @@ class Part(ABC):
     def commit(self, params: Params, state: State, seen: Committed, after: Slots) -> State:
         """The state in which these tokens belong to their sequences. after: the part's slots."""
         rows, own = self.rows, state.drafter.of(self.rows.which)
-        told = self.drafter.observe(params, own, seen, self.model.on)
+        told = self.decoding.drafter.observe(params, own, seen, self.decoding.model.on)
         slots = put_slots(state.slots, rows.which, after, rows.slots)
         return state.replace(slots=slots, drafter=state.drafter.put(rows.which, told, own))
 

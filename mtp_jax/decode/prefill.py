@@ -59,7 +59,7 @@ class Prompts(Part):
         with jax.named_scope("prefill_drafter"):
             state = self.commit(params, state, self.rows.committed(out.features, chunk.count), after)
         none = jnp.zeros_like(emitted.count)
-        asked = None if count is None else _scores(params, out.hidden, chunk, self.model.on, count)
+        asked = None if count is None else _scores(params, out.hidden, chunk, self.decoding.model.on, count)
         packed = pack(emitted, none, none, none)
         return state, StepResult(packed, self.top(out.logits, emitted), asked)
 

@@ -1,6 +1,6 @@
 """Programs compiled ahead of time, one per key. Only these are ever called.
 
-A ``Compiled`` object refuses any other shape, so a recompile while serving is impossible. ``cover`` finds the
+A ``Compiled`` object refuses any other shape, so a recompile while serving is impossible. ``find`` has the
 cheapest program that can do a piece of work, so that not every bucket needs its own.
 """
 
@@ -19,20 +19,18 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
-from mtp_jax.decode.drafter.protocol import Drafter, Drafts
+from mtp_jax.decode.decoding import Decoding
+from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import DraftKey, Key, PageKey, Source, StepKey, cheapest, name_of
-from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import DraftAlone, Step
-from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.params import Moe, Params
 from mtp_jax.model.sharding import data_size
-from mtp_jax.model.trunk import Model
 
 _NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -56,20 +54,12 @@ class _Pages:
 class Programs:
     """The compiled programs of one runner, by key."""
 
-    def __init__(
-        self,
-        model: Model,
-        drafter: Drafter,
-        params: Params,
-        state: State,
-        law: Law | None = None,
-        margins: bool = False,
-    ) -> None:
+    def __init__(self, decoding: Decoding, params: Params, state: State) -> None:
         """Compiles nothing yet.
 
-        ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. law, margins: see ``Step``.
+        ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs.
         """
-        self.model, self.drafter, self.law, self.margins = model, drafter, law, margins
+        self.decoding, self._on = decoding, decoding.model.on
         self._params, self._state = params, state
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
@@ -139,15 +129,8 @@ class Programs:
         if not self._bookkeeping:
             self._bookkeeping = self._compile_bookkeeping()
 
-    def cover(self, need: StepKey) -> StepKey:
-        """The cheapest compiled key for ``need``, at its depth. Raises ConfigError if there is none."""
-        found = self.find(need)
-        if found is None:
-            raise ConfigError(f"no program covers {need}; compile it first (Engine.prepare)")
-        return found
-
     def find(self, need: StepKey) -> StepKey | None:
-        """``cover``, or None if no program covers ``need``."""
+        """The cheapest compiled key for ``need``, at its depth, or None if no program covers it."""
         covering = self._covering
         if need not in covering:
             with self._lock:
@@ -227,24 +210,21 @@ class Programs:
 
     def _traced(self, key: StepKey | DraftKey) -> jax.stages.Traced:
         if isinstance(key, DraftKey):
-            run = _named(DraftAlone(self.model, self.drafter, key), name_of(key))
+            run = _named(DraftAlone(self.decoding, key), name_of(key))
             return jax.jit(run, out_shardings=self._everywhere).trace(self._params, self._state, _NUMBER)
-        run = _named(self._step_of(key), name_of(key))
+        run = _named(Step(self.decoding, key), name_of(key))
         jitted = jax.jit(run, donate_argnums=1, out_shardings=self._out())
         estimate = jax.ShapeDtypeStruct((len(Source), key.depth, 2), jnp.float32)
         given = self._chunk(key), _NUMBER, None if key.kept is None else estimate
         return jitted.trace(self._params, self._state, *given)
 
-    def _step_of(self, key: StepKey) -> Step:
-        return Step(self.model, self.drafter, key, self.law, self.margins)
-
     def _compile_phases(self, key: StepKey) -> _Phases:
-        step, params, state = self._step_of(key), self._params, self._state
-        shape = key.slots, key.room + 1, -(-self.model.cfg.vocab_size // 32)
+        step, params, state = Step(self.decoding, key), self._params, self._state
+        shape = key.slots, key.room + 1, -(-self.decoding.model.cfg.vocab_size // 32)
         allowed = jax.ShapeDtypeStruct(shape, jnp.uint32)
         _, drafts = jax.eval_shape(step.draft, params, state, allowed, _NUMBER)
         out = None
-        if self.model.on.mesh is not None:
+        if self._on.mesh is not None:
             rows = state.slots.length.sharding
             where = jax.tree.map(lambda _: rows, drafts)
             tree = drafts.parents is not None
@@ -277,34 +257,33 @@ class Programs:
     @property
     def _options(self) -> JsonObject:
         """Options of XLA."""
-        on = self.model.on
+        on = self._on
         return compiler_options(on.micro_batches, 1 if on.mesh is None else on.mesh.size)
 
     @property
     def _in_place(self) -> Any:
         """Shardings of a state that stays where it is."""
-        return None if self.model.on.mesh is None else jax.tree.map(lambda a: a.sharding, self._state)
+        return None if self._on.mesh is None else jax.tree.map(lambda a: a.sharding, self._state)
 
     @property
     def _everywhere(self) -> NamedSharding | None:
         """The sharding of a result that is whole on every device, for every process to read."""
-        return None if self.model.on.mesh is None else NamedSharding(self.model.on.mesh, PartitionSpec())
+        return None if self._on.mesh is None else NamedSharding(self._on.mesh, PartitionSpec())
 
     def _out(self) -> Any:
         """Shardings of a state and of a result."""
-        return None if self.model.on.mesh is None else (self._in_place, self._everywhere)
+        return None if self._on.mesh is None else (self._in_place, self._everywhere)
 
     def _chunk(self, key: StepKey) -> Chunk | None:
         """Shapes of the key's chunk."""
         if not key.tokens:
             return None
-        return abstract_chunk(
-            key.prompts * data_size(self.model.on.mesh), key.tokens, self.model.cfg.vocab_size
-        )
+        prompts, vocab = key.prompts * data_size(self._on.mesh), self.decoding.model.cfg.vocab_size
+        return abstract_chunk(prompts, key.tokens, vocab)
 
     def _compile_bookkeeping(self) -> dict[str, Any]:
         """The programs that every runner needs: none of them depends on a bucket."""
-        state, on = self._state, self.model.on
+        state, on, drafter = self._state, self._on, self.decoding.drafter
         table = jax.ShapeDtypeStruct(state.slots.page_table.shape, jnp.int32)
         keep = jax.ShapeDtypeStruct(table.shape[:1], jnp.bool_)
         one = partial(jax.tree.map, lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype))
@@ -312,14 +291,14 @@ class Programs:
         place = partial(jax.jit, donate_argnums=0, out_shardings=self._in_place)
         admitting = place(admit, static_argnames="drafter")
         found = {
-            "admit": admitting.lower(state, _NUMBER, row, _NUMBER, drafter=self.drafter).compile(),
+            "admit": admitting.lower(state, _NUMBER, row, _NUMBER, drafter=drafter).compile(),
             "move": place(move).lower(state, _NUMBER, _NUMBER).compile(),
             "update": place(update).lower(state, keep, table).compile(),
         }
-        if self.drafter.deferral:
+        if drafter.deferral:
             static = "drafter", "on"
             flushing = jax.jit(flush, donate_argnums=1, static_argnames=static, out_shardings=self._out())
-            lowered = flushing.lower(self._params, state, drafter=self.drafter, on=on)
+            lowered = flushing.lower(self._params, state, drafter=drafter, on=on)
             found["flush"] = lowered.compile(self._options)
         if state.experts is not None:
             reading = jax.jit(read_experts, donate_argnums=0, out_shardings=self._out())
@@ -331,7 +310,7 @@ class Programs:
         """One program for all layers whose experts have the same shapes."""
         found: dict[str, Any] = {}
         for moe in expert_slots.moe_layers(self._params):
-            weights, mesh = (moe.gate_up, moe.down), self.model.on.mesh
+            weights, mesh = (moe.gate_up, moe.down), self._on.mesh
             if moe.copies is None or _mover(weights) in found:
                 continue
             assert mesh is not None, "only experts on a mesh have slots"

@@ -10,10 +10,9 @@ import numpy as np
 from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
-from mtp_jax.decode.drafter.protocol import Drafter
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch
-from mtp_jax.decode.law import Law
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
@@ -35,34 +34,27 @@ class LocalRunner(DeviceRunner):
 
     Attributes:
         params: the model's parameters, layers alike in stacks if the backend reads them there (``take``).
-        model: static facts of the passes, with the backend that they run on.
+        decoding: the facts that the programs share.
         programs: the programs compiled for these shapes.
         state: the device's state; launches replace it.
     """
 
     def __init__(
-        self,
-        model: Model,
-        drafter: Drafter,
-        params: Params,
-        shape: StateShape,
-        law: Law | None = None,
-        margins: bool = False,
-        allocate: bool = True,
+        self, decoding: Decoding, params: Params, shape: StateShape, *, allocate: bool = True
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        law, margins: see ``Step``. allocate: False: the cache stays released, and ``state`` has its shapes.
+        allocate: False: the cache stays released, and ``state`` has its shapes.
         """
-        on = model.on
+        model, on = decoding.model, decoding.model.on
         # The passes of several NextN layers differ, so no loop can compute them.
         loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
         super().__init__(data_size(on.mesh), layout_of(model, params), loops)
-        self.model = model
+        self.decoding = decoding
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
-        abstract = abstract_state(model, drafter, shape, self.layout, groups)
-        self.programs = Programs(model, drafter, shapes(self.params), abstract, law, margins)
+        abstract = abstract_state(model, decoding.drafter, shape, self.layout, groups)
+        self.programs = Programs(decoding, shapes(self.params), abstract)
         self._abstract, self.state = abstract, empty_state(abstract) if allocate else abstract
         self._shape = shape
 
@@ -71,7 +63,8 @@ class LocalRunner(DeviceRunner):
 
         ``params`` may hold shapes alone; then no launch is possible.
         """
-        groups = self.model.on.arranged(params.layers)
+        params = self.decoding.read(params)
+        groups = self.decoding.model.on.arranged(params.layers)
         if len(groups) < len(params.layers):
             params = replace(params, layers=tuple(stacked(g) if len(g) > 1 else g[0] for g in groups))
         self.params = params
@@ -101,7 +94,7 @@ class LocalRunner(DeviceRunner):
     @property
     def deferral(self) -> int:
         """Number of steps whose work the drafter can defer."""
-        return self.programs.drafter.deferral
+        return self.decoding.drafter.deferral
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         """Launch one operation. Raises ConfigError where the cache cannot be allocated."""

@@ -22,12 +22,12 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from mtp_jax.decode import prefill, windows
 from mtp_jax.decode.arrays import Chunk
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts, features_of, taps_of
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.expert_counts import counted
 from mtp_jax.decode.keys import DraftKey, StepKey
-from mtp_jax.decode.law import Law
 from mtp_jax.decode.part import Outputs, Part
 from mtp_jax.decode.prefill import Prompts
 from mtp_jax.decode.result import StepResult, stack
@@ -48,15 +48,20 @@ class Step:
     Attributes:
         key: sizes and modes. Its pages must cover every active slot's length + drafts + 1 rows, and the
             chunk's.
-        law: says how many drafts stay, in the verifier's place, for benchmarks; None: the verifier does.
-        margins: whether results have the margins of drafts.
     """
 
-    model: Model
-    drafter: Drafter
+    decoding: Decoding
     key: StepKey
-    law: Law | None = None
-    margins: bool = False
+
+    @property
+    def model(self) -> Model:
+        """The model that verifies."""
+        return self.decoding.model
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter that proposes."""
+        return self.decoding.drafter
 
     def __call__(
         self,
@@ -86,8 +91,8 @@ class Step:
         s, own = take_slots(state.slots, key.slots), state.drafter.of(key.slots)
         s = s.replace(page_table=s.page_table[:, : key.pages])
         wanted = depth if wanted is None else wanted
-        coupled = mode.verifier == "coupled"
-        rules = DraftRules(depth, wanted, allowed, mode.drafting, coupled=coupled, margins=self.margins)
+        coupled, margins = mode.verifier == "coupled", self.decoding.margins
+        rules = DraftRules(depth, wanted, allowed, mode.drafting, coupled=coupled, margins=margins)
         by = self.drafter if depth else Nothing(self.model.cfg.vocab_size)
         with jax.named_scope("draft"):
             drafts, after = by.propose(params, own, s, rules, self.model.on)
@@ -108,7 +113,7 @@ class Step:
             parts.append(self._windows(state, drafts, allowed, estimate, alone=chunk is None))
         if chunk is not None:
             rows = prefill.rows_of(state, chunk, self.key.pages, self.model)
-            parts.append(Prompts(self.model, self.drafter, self.key, rows, chunk))
+            parts.append(Prompts(self.decoding, self.key, rows, chunk))
         with jax.named_scope("prefill_trunk" if drafts is None else "verify"):
             traced, outputs = self._passed(params, state, parts)
         state, results = state.replace(trunk=traced.caches), []
@@ -130,14 +135,14 @@ class Step:
         """The part of the windows, of which some drafts are left out where the key says so."""
         key, packing = self.key, None
         if key.kept is not None:
-            if estimate is None or drafts.parents is not None or self.law is not None:
+            if estimate is None or drafts.parents is not None or self.decoding.law is not None:
                 raise ConfigError(
                     f"{key}: it needs an estimate, a drafter that makes chains, and the verifier"
                 )
             shards = data_size(self.model.on.mesh)
             drafts, packing = windows.ranked(state, drafts, estimate, key.kept, shards)
         rows = windows.rows_of(state, drafts, key.pages, packing)
-        return Windows(self.model, self.drafter, key, rows, drafts, allowed, self.law, alone)
+        return Windows(self.decoding, key, rows, drafts, allowed, alone)
 
     def _passed(self, params: Params, state: State, parts: list[Part]) -> tuple[Traced, list[Outputs]]:
         """One pass of the trunk over the rows of all parts, and its outputs for each."""
@@ -169,8 +174,7 @@ class Step:
 class DraftAlone:
     """A program that only drafts, and leaves the state as it is."""
 
-    model: Model
-    drafter: Drafter
+    decoding: Decoding
     key: DraftKey
 
     def __call__(
@@ -184,5 +188,6 @@ class DraftAlone:
             page_table=s.page_table[:, : self.key.pages],
         )
         rules = DraftRules(depth, jnp.int32(depth), logits=True)
-        drafts, _ = self.drafter.propose(params, state.drafter, s, rules, self.model.on)
+        by, on = self.decoding.drafter, self.decoding.model.on
+        drafts, _ = by.propose(params, state.drafter, s, rules, on)
         return drafts.tokens, drafts.logits

@@ -12,7 +12,6 @@ from mtp_jax.decode.accept import accept_drafts, num_drafts, token_after
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import Finish, SamplingMode
-from mtp_jax.decode.law import Law
 from mtp_jax.decode.part import Outputs, Part, PartRows
 from mtp_jax.decode.result import Emitted, StepResult, emit, pack
 from mtp_jax.decode.sampling import all_finite, count_tokens
@@ -34,13 +33,11 @@ class Windows(Part):
     Attributes:
         drafts: the drafts of the step, ``count`` of which are verified in each row.
         allowed: masks of grammars at each position of the window; None: any token.
-        law: says how many drafts stay, in the verifier's place; None: the verifier does.
         alone: whether no chunk is beside the windows.
     """
 
     drafts: Drafts
     allowed: UInt32[Array, "B W words"] | None
-    law: Law | None
     alone: bool
 
     @property
@@ -80,12 +77,12 @@ class Windows(Part):
         hidden: hidden states of the pass's rows. logits: None where the likeliest tokens are enough.
         """
         s, drafts, mode = self.rows.slots, self.drafts, self.key.mode
-        count = num_drafts(s, drafts)
-        if self.law is not None and drafts.parents is not None:
+        count, on = num_drafts(s, drafts), self.decoding.model.on
+        if self.decoding.law is not None and drafts.parents is not None:
             raise ConfigError("synthetic acceptance keeps drafts of chains; this drafter makes trees")
         if logits is None:
             with jax.named_scope("verify"):  # the head belongs to the trunk's pass
-                ids, healthy = self.rows.view.unpacked(best_tokens(hidden, params.table, self.model.on))
+                ids, healthy = self.rows.view.unpacked(best_tokens(hidden, params.table, on))
             with jax.named_scope("accept"):
                 verdict = verify.greedy(ids, drafts.tokens, count, drafts.parents)
                 return self._forced(verdict, count, lambda kept: along(kept[:, None], ids)[:, 0]), healthy
@@ -101,9 +98,9 @@ class Windows(Part):
         self, real: Verdict, count: Int[Array, " B"], after: Callable[[Int[Array, " B"]], Int[Array, " B"]]
     ) -> Verdict:
         """The law's verdict, where there is one. after: the target's token after the kept drafts."""
-        if self.law is None:
+        if self.decoding.law is None:
             return real
-        kept = forced.kept(self.law, self.rows.slots, self.drafts.tokens, count)
+        kept = forced.kept(self.decoding.law, self.rows.slots, self.drafts.tokens, count)
         return forced.instead(real, Verdict(kept, after(kept)))
 
     def _moved(
@@ -112,7 +109,7 @@ class Windows(Part):
         """The first ``count`` nodes of a tree's path as a chain: in the trunk's caches, and as rows."""
         rows, index, length = self.rows, jnp.arange(path.shape[1]), self.rows.slots.length[:, None]
         target = jnp.where((index < count[:, None]) & (path != index), length + index, -1)
-        caches = trunk.moved(state.trunk, self.model.on, rows.view.page_table, length + path, target)
+        caches = trunk.moved(state.trunk, self.decoding.model.on, rows.view.page_table, length + path, target)
         rows = rows._replace(tokens=along(path, rows.tokens), positions=length + index)
         return state.replace(trunk=caches), rows
 

@@ -304,6 +304,11 @@ class EngineConfig(EngineOptions):
         return replace(self, num_speculative_tokens=0, **off)
 
     @property
+    def margins(self) -> bool:
+        """Whether results have the margins of drafts, by which a step may rank them."""
+        return self.adaptive_verification
+
+    @property
     def columns(self) -> int:
         """Columns of the page table: the pages of the longest request."""
         return self.pages_for(self.max_model_len)

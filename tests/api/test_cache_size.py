@@ -10,7 +10,7 @@ import pytest
 from mtp_jax import LLM, ConfigError, SamplingParams, machine
 from mtp_jax.api import cache_size
 from mtp_jax.api.cache_size import POOL, sized
-from mtp_jax.api.local import local_runner, make_runner
+from mtp_jax.api.local import backend_of, decoding_of, local_runner
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.simulated import check_simulated
 from mtp_jax.commands.cli import make_parser
@@ -18,7 +18,7 @@ from mtp_jax.commands.options import llm_options, reporter
 from mtp_jax.machine import memory_size
 from mtp_jax.model.sharding import make_mesh
 from tests.golden import model_dir
-from tests.models import TINY, engine_config, tiny_params
+from tests.models import TINY, engine_config, runner_of, tiny_params
 
 GIB = 2**30
 CONFIG = replace(engine_config(), num_pages=None, memory_fraction=0.5)
@@ -36,9 +36,9 @@ def device(monkeypatch):
 def test_the_cache_takes_what_is_left_and_no_more(device, mesh, kv_cache_dtype):
     devices = mesh and make_mesh(*mesh)
     given = replace(CONFIG, kv_cache_dtype=kv_cache_dtype)
-    config, room = sized(TINY, tiny_params(), given, devices, True)
+    config, room = sized(decoding_of(TINY, given, backend_of(given, devices)), tiny_params(), given, True)
     assert (config.memory_fraction, room.total, room.fraction) == (None, GIB, 0.5)
-    runner = make_runner(TINY, tiny_params(), replace(config, num_pages=10), devices)
+    runner = runner_of(TINY, tiny_params(), replace(config, num_pages=10), devices)
     page, small = runner.page_bytes, cache_size.state_bytes(runner)
     assert config.num_pages is not None
     # The state with all its pages, as this one has ten: within the share, and not a page more would be.
@@ -48,8 +48,9 @@ def test_the_cache_takes_what_is_left_and_no_more(device, mesh, kv_cache_dtype):
 
 
 def test_a_share_without_room_for_a_page_is_refused(device):
+    given = replace(CONFIG, memory_fraction=0.14)
     with pytest.raises(ConfigError, match=r"0\.14 of 1\.0 GiB, less 0\.1 in use and 0\.0 for programs"):
-        sized(TINY, tiny_params(), replace(CONFIG, memory_fraction=0.14), None, True)
+        sized(decoding_of(TINY, given, backend_of(given)), tiny_params(), given, True)
 
 
 class Gpu:

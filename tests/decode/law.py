@@ -17,6 +17,7 @@ from scipy import stats
 
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source, StepKey
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
@@ -120,7 +121,7 @@ def allowed(last: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _prefill(cfg: ModelConfig, reader: Drafter, mode: SamplingMode) -> Any:
-    return jax.jit(Step(Model(cfg, ON), reader, StepKey(0, 0, 1, mode)), donate_argnums=1)
+    return jax.jit(Step(Decoding(Model(cfg, ON), reader), StepKey(0, 0, 1, mode)), donate_argnums=1)
 
 
 def prefill(case: Case, mode: SamplingMode) -> Any:
@@ -160,7 +161,7 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
     state, first = begin(weights, state, chunk)
     columns, counts = [np.asarray(first.packed)[:, :1]], []
     key, ranked = StepKey(slots, DEPTH, 1, mode, kept=case.kept), case.kept is not None
-    step = Step(Model(case.cfg, ON), case.drafter, key, margins=ranked)
+    step = Step(Decoding(Model(case.cfg, ON), case.drafter, margins=ranked), key)
     estimate = np.ones((len(Source), DEPTH, 2), np.float32) if ranked else None
     whole, *halves = (jax.jit(f, donate_argnums=1) for f in (step, step.draft, step.verify))
     for _ in range(LENGTH - 1):

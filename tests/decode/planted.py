@@ -11,6 +11,7 @@ import numpy as np
 from mtp_jax.decode import tree
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.rules import DraftRules
@@ -71,7 +72,7 @@ class World:
         return Model(self.cfg, xla_cpu(experts="dense"))
 
     def step(self, drafter: Drafter, key: StepKey) -> Callable[..., Any]:
-        return jax.jit(Step(self.model, drafter, key))
+        return jax.jit(Step(Decoding(self.model, drafter), key))
 
     def prefill(self) -> Callable[[list[list[int]]], tuple[State, np.ndarray]]:
         """A function that reads texts, of any length, into an empty state: (state, the tokens after them)."""

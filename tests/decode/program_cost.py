@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.decode.bookkeeping import abstract_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
@@ -118,7 +119,7 @@ def lowered(case: Case) -> Any:
     model, drafter = Model(cfg, on), build(cfg)
     state = abstract_state(model, drafter, StateShape(8, 128, 64, 16), groups=counts)
     key = StepKey(case.slots, case.depth, 16, case.mode, case.tokens, int(case.tokens > 0))
-    return Programs(model, drafter, params, state).lowered(key)
+    return Programs(Decoding(model, drafter), params, state).lowered(key)
 
 
 def cost_of(case: Case) -> Cost:

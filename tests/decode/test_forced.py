@@ -10,6 +10,7 @@ import pytest
 
 from mtp_jax.decode import forced
 from mtp_jax.decode.bookkeeping import abstract_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.law import GOLDEN, Law
@@ -148,7 +149,9 @@ def branches(law: Law | None) -> int:
 
     def judged(params: Params, state: State, hidden: Any, logits: Any, drafts: Drafts) -> Any:
         rows = rows_of(state, drafts, 1)
-        return Windows(model, drafter, key, rows, drafts, None, law, True).judged(params, hidden, logits)
+        return Windows(Decoding(model, drafter, law), key, rows, drafts, None, True).judged(
+            params, hidden, logits
+        )
 
     compiled = jax.jit(judged).lower(tiny_params(), state, hidden, logits, drafts).compile()
     return (compiled.as_text() or "").count(" conditional(")

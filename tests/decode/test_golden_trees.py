@@ -15,6 +15,7 @@ from mtp_jax.decode import windows
 from mtp_jax.decode.accept import accept_drafts
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.grow import Candidates
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.keys import ACCEPTED, COUNT, SamplingMode, StepKey, TreeShape
@@ -49,12 +50,12 @@ def programs(cfg: ModelConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
         with pytest.MonkeyPatch.context() as patch:  # while it is traced
             patch.setattr(windows, "accept_drafts", recorded)
-            verifying = Step(model, drafter, StepKey(ROWS, WIDTH - 1, 1, mode))
+            verifying = Step(Decoding(model, drafter), StepKey(ROWS, WIDTH - 1, 1, mode))
             _, result = verifying.verify(params, state, drafts, None)
         return result.packed, *seen[0], windows.rows_of(state, drafts, 1).view.visible.mask(WIDTH, PAGE)
 
     key = StepKey(0, 0, 1, mode, tokens=PROMPT, prompts=ROWS)
-    return jax.jit(Step(model, drafter, key)), jax.jit(judged)
+    return jax.jit(Step(Decoding(model, drafter), key)), jax.jit(judged)
 
 
 @functools.cache
@@ -123,7 +124,7 @@ def test_trees_are_grown(variant, monkeypatch):
         topk, steps, nodes = (int(part[1:]) for part in name.split(".")[1].split("_"))
         shape = TreeShape(topk, steps, nodes - 1)
         model, drafter = Model(loaded.config, xla_cpu(experts="dense")), build(loaded.config, tree=shape)
-        step = Step(model, drafter, StepKey(ROWS, shape.nodes, 1, SamplingMode()))
+        step = Step(Decoding(model, drafter), StepKey(ROWS, shape.nodes, 1, SamplingMode()))
 
         def drafted(params: Any, state: State, step: Step = step) -> Any:
             return step.draft(params, state, None)[1], found[-1]

@@ -10,6 +10,7 @@ import pytest
 
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.greedy import best_tokens
 from mtp_jax.decode.keys import ACCEPTED, SamplingMode, StepKey
 from mtp_jax.decode.sampling import argmax
@@ -90,7 +91,7 @@ def test_steps_are_the_same(rng, monkeypatch):
         )
         keys = StepKey(0, 0, 1, SamplingMode()), StepKey(slots, depth, 1, SamplingMode())
         # Functions of their own: the number of parts is no part of what jit keeps a program by.
-        begin, step = (jax.jit(partial(Step(model, DRAFTER, key))) for key in keys)
+        begin, step = (jax.jit(partial(Step(Decoding(model, DRAFTER), key))) for key in keys)
         state, _ = begin(params, state, chunk)
         results = []
         for _ in range(3):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtp_jax.api.local import local_runner, make_runner
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.drafter.recursive import DEFERRED
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
@@ -42,6 +42,7 @@ from tests.models import (
     make_engine,
     on_mesh,
     prompts,
+    runner_of,
     serve,
     tiny_params,
 )
@@ -75,7 +76,7 @@ class Stub:
         self.log: list[str] = []
         self.keys = [PageKey(2)]
         self.newest = runner.state
-        self.drafter = runner.programs.drafter
+        self.drafter = runner.decoding.drafter
         for name in ("admit", "move", "update", "write_pages"):
             setattr(self, name, self._of(name))
         for name in ("step", "flush", "draft_phase", "verify_phase"):
@@ -244,7 +245,7 @@ def test_tools_need_the_runner_of_this_process():
 
 def test_pages_need_a_program():
     with pytest.raises(ConfigError, match="PageKey"):
-        make_runner(TINY, tiny_params(), engine_config()).do(ReadPages(0, (0,)))  # no engine's programs
+        runner_of(TINY, tiny_params(), engine_config()).do(ReadPages(0, (0,)))  # no engine's programs
 
 
 # Round trips

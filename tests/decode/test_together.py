@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from kernels_pallas.grouped_matmul.layout import group_rows
 from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state, empty_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import ACCEPTED, COUNT, DRAFTED, EXTRA_COLUMNS, FINISH, Finish, SamplingMode, StepKey
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State, StateShape
@@ -111,10 +112,10 @@ def test_what_runs_together_is_what_runs_apart(mode, halves, mesh_shape):
     mesh = None if mesh_shape is None else make_mesh(*mesh_shape)
     params = tiny_params() if mesh is None else on_mesh(tiny_params(), mesh)
     model = Model(TINY, xla_cpu(mesh))
-    step = Step(model, DRAFTER, StepKey(SLOTS, DEPTH, PAGES, mode, TOKENS, 2, 5))
+    step = Step(Decoding(model, DRAFTER), StepKey(SLOTS, DEPTH, PAGES, mode, TOKENS, 2, 5))
     whole, first, second = map(jax.jit, (step, step.draft, step.verify))
     steps, alone = (
-        jax.jit(Step(model, DRAFTER, key))
+        jax.jit(Step(Decoding(model, DRAFTER), key))
         for key in (StepKey(SLOTS, DEPTH, PAGES, mode), replace(step.key, slots=0, depth=0))
     )
     everything = np.full((SLOTS, DEPTH + 1, -(-TINY.vocab_size // 32)), 2**32 - 1, np.uint32)
@@ -177,7 +178,7 @@ def test_every_weight_is_read_once():
     """A product with each of the trunk's and the head's is there once in a step that takes a chunk."""
 
     def products(slots: int, chunk: Chunk | None) -> dict[str, int]:
-        step = Step(Model(TINY, xla_cpu()), DRAFTER, StepKey(slots, 0, PAGES, SamplingMode()))
+        step = Step(Decoding(Model(TINY, xla_cpu()), DRAFTER), StepKey(slots, 0, PAGES, SamplingMode()))
         lowered = jax.jit(step).lower(tiny_params(), begun(None), chunk)
         weights = {
             "head": (TINY.vocab_size, TINY.hidden_size),
@@ -230,8 +231,8 @@ def test_rows_past_their_slots_depth_cost_nothing():
     plain, mode = xla_cpu(), SamplingMode()
     visits, seeing = Visits(plain.products), Seeing(plain.products)
     on = replace(plain, experts=visits, latent=seeing)
-    first = jax.jit(Step(Model(cfg, xla_cpu()), drafter, StepKey(0, 0, PAGES, mode)))
-    counted = jax.jit(Step(Model(cfg, on), drafter, StepKey(SLOTS, DEPTH, PAGES, mode)))
+    first = jax.jit(Step(Decoding(Model(cfg, xla_cpu()), drafter), StepKey(0, 0, PAGES, mode)))
+    counted = jax.jit(Step(Decoding(Model(cfg, on), drafter), StepKey(SLOTS, DEPTH, PAGES, mode)))
     texts = prompts(SLOTS, shortest=4, seed=2)
 
     def run(depths: tuple[int, ...]) -> tuple[list[np.ndarray], list[np.ndarray], list[list[int]]]:

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtp_jax.api.local import make_runner
 from mtp_jax.decode import runner
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
@@ -24,7 +23,7 @@ from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.engine.structured import CFG, engine_with, params
-from tests.models import accepted, engine_config, prompts, serve
+from tests.models import accepted, engine_config, prompts, runner_of, serve
 
 CHOICE = StructuredOutput(choice=["a rather long choice!", "a rather lame one.", "other"])
 REGEX = StructuredOutput(regex="[a-m ]{6,16}[x-z]")
@@ -103,7 +102,7 @@ def test_texts_are_those_of_depth_0(grammars, monkeypatch, kind):
     def engine(depth: int) -> Engine:
         config = engine_config(max_model_len=248, num_speculative_tokens=depth, verifier="coupled")
         config = replace(config, tree="2x3x6" if depth and kind == "grown" else None)
-        return Engine(CFG, config, make_runner(CFG, params(), config), grammars)
+        return Engine(CFG, config, runner_of(CFG, params(), config), grammars)
 
     trees = engine(6)
     plain, first, again = serve(engine(0), jobs), serve(trees, jobs), serve(trees, jobs)

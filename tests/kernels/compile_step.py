@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
 from mtp_jax.decode.bookkeeping import abstract_state
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import Step
@@ -127,7 +128,7 @@ def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Pro
     sizes = StateShape(load.slots, load.slots // data * columns, PAGE, columns, cfg.dtype)
     model, drafter = Model(cfg, backend(mesh)), build(cfg)
     state = abstract_state(Model(cfg, xla(mesh)), drafter, sizes)
-    step = Step(model, drafter, StepKey(load.slots, load.depth, columns, SamplingMode()))
+    step = Step(Decoding(model, drafter), StepKey(load.slots, load.depth, columns, SamplingMode()))
     run = jax.jit(step, donate_argnums=1)
     return compile_program(mesh, run, fp8_params(cfg, mesh), state, dump=dump)
 

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mtp_jax.api.cache_size import POOL, allocatable
-from mtp_jax.api.local import make_runner
+from mtp_jax.api.local import backend_of, decoding_of, make_runner
 from mtp_jax.checkpoint import formats_kept
 from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.launches import ReleaseCache
@@ -106,7 +106,8 @@ class StepLevel:
     def runner(self, whole: Params, *, allocate: bool = True, kernels: KernelChoice = "auto") -> LocalRunner:
         """A runner, with its cache or with shapes alone. Raises ConfigError."""
         config = replace(self.config, kernels=kernels)
-        return make_runner(self.cfg, self.params(whole), config, allocate=allocate)
+        decoding = decoding_of(self.cfg, config, backend_of(config))
+        return make_runner(decoding, whole, config, allocate=allocate)
 
     def touched(self, whole: Params) -> float:
         """Bytes of weights and cached rows that a step reads, if tokens choose experts evenly."""

@@ -55,9 +55,7 @@ class Subject:
             prefix_cache=False,
             synthetic_acceptance=synthetic_acceptance if depth else None,
         )
-        if depth:
-            return local_engine(self.config, self.params, sizes)
-        return local_engine(self.config.without_drafts(), self.params.with_drafts(), sizes)
+        return local_engine(self.config, self.params, sizes)
 
 
 def directory_of(model: str) -> Path:

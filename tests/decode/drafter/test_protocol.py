@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from mtp_jax.decode.bookkeeping import abstract_state, move
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.drafter.protocol import Drafter, Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
@@ -33,7 +34,7 @@ def shapes(
     model = Model(TINY, xla_cpu(experts="dense"))
     state = abstract_state(model, drafter, StateShape(SLOTS, SLOTS, 16, 1))
     key = StepKey(2, depth, 1, SamplingMode(drafting, verifier))
-    return state, *jax.eval_shape(Step(model, drafter, key), tiny_params(), state)
+    return state, *jax.eval_shape(Step(Decoding(model, drafter), key), tiny_params(), state)
 
 
 @pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.rest), 5])
@@ -70,7 +71,7 @@ def test_forced_acceptance_is_of_chains():
     planted = Planted(NextNLayers(TINY), texts=((0,) * LENGTH,) * 2)
     model = Model(TINY, xla_cpu(experts="dense"))
     state = abstract_state(model, planted, StateShape(SLOTS, SLOTS, 16, 1))
-    step = Step(model, planted, StepKey(2, 3, 1, SamplingMode()), Law((0.5, 0.5, 0.5)))
+    step = Step(Decoding(model, planted, Law((0.5, 0.5, 0.5))), StepKey(2, 3, 1, SamplingMode()))
     with pytest.raises(ConfigError, match="of chains; this drafter makes trees"):
         jax.eval_shape(step, tiny_params(), state)
 

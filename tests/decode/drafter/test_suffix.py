@@ -411,5 +411,5 @@ def test_what_cannot_be_had_is_refused():
 
 
 def test_the_default_drafter_needs_four_tokens():
-    assert local_runner(engine_with()).programs.drafter == Suffix(build(TINY))
+    assert local_runner(engine_with()).decoding.drafter == Suffix(build(TINY))
     assert SHORTEST == 4
