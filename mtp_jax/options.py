@@ -1,7 +1,7 @@
 """An option is declared once: a dataclass field that says its help, default, range or choices.
 
-The check of its values, the command line (``commands/options.py``), the signature and help of functions with
-options, the bounds of HTTP fields, and the tables of docs/options.md derive from the field.
+The check of its values and of its company, the command line (``commands/options.py``), the signature and help
+of functions with options, the bounds of HTTP fields, and the tables of docs/options.md derive from the field.
 """
 
 import inspect
@@ -38,6 +38,13 @@ class Option:
             none.
         off: a second flag of the command line that sets False or None, and its help.
         repeated: the flag may be repeated; the field is a tuple.
+        subject: heading of the help that it stands under; empty: the command's own.
+        needs: the value that another option must have where this one is in use, and the reason, by its name:
+            True, a string, or the least number. None always serves: it means a default that does.
+        excludes: the reason why another option must not be in use where this one is, by its name; one of the
+            two says so.
+        idle: the value of another option beside which this one has no effect, by its name. The command line
+            refuses a flag that has none.
     """
 
     help: str
@@ -52,6 +59,28 @@ class Option:
     flag: str | None = ""
     off: tuple[str, str] | None = None
     repeated: bool = False
+    subject: str = ""
+    needs: Mapping[str, tuple[str | bool | int, str]] = field(default_factory=dict)
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[str, object] = field(default_factory=dict)
+
+    def in_use(self, value: object) -> bool:
+        """Whether a value is another than the default, and does not turn the option off."""
+        return value is not None and value is not False and value != self.default
+
+    @property
+    def company(self) -> list[tuple[str, str | bool | int | None, str]]:
+        """Other options, their needed values or None where they are excluded, and the reasons."""
+        excluded = [(other, None, why) for other, why in self.excludes.items()]
+        return [*excluded, *((other, needed, why) for other, (needed, why) in self.needs.items())]
+
+    def serves(self, value: Any, needed: str | bool | int | None) -> bool:
+        """Whether a value of this option is the value that is needed, or as great. None: not in use."""
+        if needed is None:
+            return not self.in_use(value)
+        if value is None:
+            return True
+        return value >= needed if type(needed) is int else value == needed
 
     def allows(self, value: object) -> bool:
         """Whether a value is in range."""
@@ -121,11 +150,81 @@ def declared(cls: type) -> Mapping[str, Option]:
 
 
 def check(options: object, error: type[Exception]) -> None:
-    """Raise ``error`` for the first option of an instance that is out of range."""
+    """Raise ``error`` for the first option of an instance that is out of range, or for a ``Clash``."""
     for name, about in declared(type(options)).items():
         value = getattr(options, name)
         if not about.allows(value):
             raise error(f"{name} = {value!r}; expected {about.expected}")
+    check_company(error, options)
+
+
+def check_company(error: type[Exception], *instances: object) -> None:
+    """Raise ``error`` with a ``Clash`` for the first two options of these instances that exclude each other.
+
+    Names that no instance has are ignored.
+    """
+    where = {name: one for one in instances for name in declared(type(one))}
+    for one in instances:
+        for name, about in _in_company(type(one)):
+            if not about.in_use(value := getattr(one, name)):
+                continue
+            for other, needed, why in about.company:
+                if other in where:
+                    got, its = getattr(where[other], other), declared(type(where[other]))[other]
+                    if not its.serves(got, needed):
+                        raise error(Clash(name, _plain(value), other, _plain(got), needed, why))
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Two options that cannot stand together. Its string is a sentence in the words of the Python API.
+
+    Attributes:
+        option, value: the name and the value of an option in use.
+        other, got: the name and the value of the option that it needs to be another, or excludes.
+        needed: the value that ``other`` must have, or its least number; None: it must not be in use.
+        why: the reason.
+    """
+
+    option: str
+    value: object
+    other: str
+    got: object
+    needed: str | bool | int | None
+    why: str
+
+    def __str__(self) -> str:
+        return self.told(_in_python)
+
+    def told(self, say: Callable[[str, object], str | None]) -> str:
+        """The sentence. say: an option and its value in the caller's words; None: they have none for it."""
+        better = None if self.needed is None else say(self.other, self.needed)
+        more = " or more" if type(self.needed) is int else ""
+        change = f"take {better}{more}, or leave the other out" if better else "leave one of them out"
+        both = (self.option, self.value), (self.other, self.got)
+        first, second = (say(*one) or _in_python(*one) for one in both)
+        return f"{first} with {second}: {self.why}; {change}"
+
+
+class Described(str):
+    """The text of a value that is neither text nor a number."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _in_python(name: str, value: object) -> str:
+    return f"{name} = {value!r}"
+
+
+def _plain(value: object) -> object:
+    return value if value is None or isinstance(value, str | int | float) else Described(f"{value!r:.80}")
+
+
+@lru_cache
+def _in_company(cls: type) -> tuple[tuple[str, Option], ...]:
+    """The options that need or exclude others."""
+    return tuple((name, about) for name, about in declared(cls).items() if about.company)
 
 
 def documented(cls: _C) -> _C:

@@ -64,6 +64,43 @@ def test_values_are_checked(name, right, wrong, expected):
         assert caught.value.args == (f"{name} = {value!r}; expected {expected}",)
 
 
+@dataclass(frozen=True)
+class Kitchen:
+    """Options in company."""
+
+    oven: bool = option(False, "is hot")
+    cake: str | None = option(None, "to bake", kind=str, unset="none", needs={"oven": (True, "it bakes")})
+    eggs: int = option(1, "how many", low=0)
+    flan: bool = option(
+        False, "to bake", excludes={"cake": "one fits"}, needs={"eggs": (3, "it sets"), "pan": (True, "")}
+    )
+
+    def __post_init__(self) -> None:
+        check(self, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"cake": "nut"},
+            "cake = 'nut' with oven = False: it bakes; take oven = True, or leave the",
+        ),
+        ({"flan": True}, "flan = True with eggs = 1: it sets; take eggs = 3 or more, or leave the"),
+        (
+            {"flan": True, "cake": ("nut",), "oven": True},
+            "flan = True with cake = ('nut',): one fits; leave",
+        ),
+    ],
+)
+def test_company_is_checked(given: dict[str, Any], told: str):
+    with pytest.raises(KeyError) as caught:
+        Kitchen(**given)
+    assert str(caught.value.args[0]).startswith(told)
+    Kitchen(oven=True, cake="nut", eggs=0)
+    Kitchen(flan=True, eggs=4)  # no option `pan` is there
+
+
 def test_what_takes_options_has_their_signature_and_help():
     assert str(inspect.signature(Thing)).startswith(
         "(name: str, rows: int = 3, rate: float = 0.5, most: int | None"
@@ -103,14 +140,43 @@ def test_every_field_is_an_option_and_its_default_is_allowed(cls):
         assert not about.help.endswith("."), name
 
 
+def company(cls: type, name: str) -> list[str]:
+    """The options that go with an option, or do not, in words."""
+    about, found = declared(cls)[name], list[str]()
+    for other, (needed, _) in about.needs.items():
+        value = f" of {needed} or more" if type(needed) is int else "" if needed is True else f" {needed}"
+        found.append(f"needs `{other}`{value}")
+    excluding = [
+        other
+        for among in ALL
+        for other, its in declared(among).items()
+        if name in its.excludes and (among is cls or name not in declared(among))
+    ]
+    found += [f"not with `{other}`" for other in (*about.excludes, *excluding)]
+    found += [f"idle with{f' `{k}` 0' if off == 0 else f'out `{k}`'}" for k, off in about.idle.items()]
+    return found
+
+
 def table(cls: type) -> str:
     """The rows of a dataclass in docs/options.md."""
-    lines = ["| option | flag | default | |", "| :--- | :--- | :--- | :--- |"]
-    for name, about in declared(cls).items():
+    own = declared(cls)
+    others = {name: f" {', '.join(company(cls, name))} |" for name in own}
+    if not any(map(str.isalnum, "".join(others.values()))):
+        others = dict.fromkeys(own, "")
+    more = (" company |", " :--- |") if any(others.values()) else ("", "")
+    lines = ["| option | flag | default | |" + more[0], "| :--- | :--- | :--- | :--- |" + more[1]]
+    for name, about in own.items():
         flag = "" if about.flag is None else f"`{flag_of(name, about)}`"
         range_ = f"; {about.expected.removesuffix(' or None')}" if about.low is not None else ""
-        lines.append(f"| `{name}` | {flag} | {about.shown_default} | {about.help}{range_} |")
+        lines.append(f"| `{name}` | {flag} | {about.shown_default} | {about.help}{range_} |{others[name]}")
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_company_consists_of_options(cls):
+    known = {name for cls in ALL for name in declared(cls)}
+    for about in declared(cls).values():
+        assert {*about.needs, *about.excludes, *about.idle} <= known
 
 
 @pytest.mark.parametrize("cls", ALL)

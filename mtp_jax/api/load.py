@@ -16,7 +16,6 @@ from mtp_jax.api.local import backend_of, decoding_of
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter
 from mtp_jax.api.sampling_defaults import sampling_defaults
-from mtp_jax.api.simulated import check_simulated
 from mtp_jax.checkpoint.digest import beside, folder_digest, folder_sizes
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.engine.config import EngineConfig
@@ -61,7 +60,6 @@ class LoadedModel(Described):
 
 def describe_simulated(options: LLMOptions) -> Described:
     """A model to be simulated. Raises ConfigError."""
-    check_simulated(options)
     directory = _directory(options)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     config = _with_eos(ModelConfig.from_file(directory / "config.json"), tokenizer)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mtp_jax.api.progress import Reporter
-from mtp_jax.engine.config import EngineConfig, EngineOptions
+from mtp_jax.engine.config import MODEL, UNDRAFTED, UNSIMULATED, EngineConfig, EngineOptions
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
@@ -42,12 +42,18 @@ class LLMOptions(EngineOptions):
         kind=Path,
         unset="the model's own",
         metavar="DIR",
+        subject=MODEL,
+        excludes=UNSIMULATED,
+        idle=UNDRAFTED,
     )
     draft_captures: Captures | None = option(
         None,
         "whether the list of layers that a head reads counts their outputs or their inputs",
         choices=get_args(Captures),
         unset="as the kind of head counts",
+        subject=MODEL,
+        excludes=UNSIMULATED,
+        idle=UNDRAFTED,
     )
     num_nextn_layers: int | None = option(
         None,
@@ -56,6 +62,8 @@ class LLMOptions(EngineOptions):
         low=0,
         unset="all there are, or none without speculation",
         metavar="N",
+        subject=MODEL,
+        idle=UNDRAFTED,
     )
     mesh: "Mesh | None" = option(
         None,
@@ -63,6 +71,8 @@ class LLMOptions(EngineOptions):
         kind=object,
         unset="one device",
         metavar="DATAxMODEL",
+        subject=MODEL,
+        excludes=UNSIMULATED,
     )
     compile_cache: str | Path | None = option(
         "~/.cache/mtp-jax/xla",
@@ -72,6 +82,7 @@ class LLMOptions(EngineOptions):
         unset="no cache",
         metavar="DIR",
         off=("--no-compile-cache", "compile everything again"),
+        subject=MODEL,
     )
     chat_template: str | Path | None = option(
         None,
@@ -92,6 +103,7 @@ class LLMOptions(EngineOptions):
         kind=object,
         unset="this process alone",
         flag=None,
+        excludes=UNSIMULATED,
     )
     simulate: tuple[float, ...] | None = option(
         None,
@@ -117,11 +129,6 @@ class LLMOptions(EngineOptions):
         given: JsonObject = {f.name: getattr(self, f.name) for f in fields(EngineOptions)}
         if length is None:
             given["max_model_len"] = min(limit, _DEFAULT_MAX_MODEL_LEN)
-        if self.memory_fraction is not None and self.group is not None:
-            raise ConfigError(
-                f"memory_fraction = {self.memory_fraction:g} is not measured over several hosts, whose "
-                "caches must have one size; give num_pages"
-            )
         given["num_speculative_tokens"] = self.drafts
         if self.page_size is None:
             given["page_size"] = model.usual_page

@@ -1,9 +1,7 @@
 """A simulated device in the place of a model: its configuration, tokenizer and template, and no weights."""
 
-from mtp_jax.api.options import LLMOptions
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
-from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language
@@ -15,23 +13,6 @@ MARK = "SIMULATED"
 
 _TOKENS = 64
 """Mean number of tokens of a text: enough for a client to stream."""
-
-
-def check_simulated(options: LLMOptions) -> None:
-    """Raises ConfigError for options of devices and weights."""
-    given = {
-        "mesh": options.mesh is not None,
-        "group (--hosts)": options.group is not None,
-        "draft_model": options.draft_model is not None,
-        "draft_captures": options.draft_captures is not None,
-        "suffix_drafts": options.suffix_drafts,
-        "tree": options.tree is not None,
-        "memory_fraction": options.memory_fraction is not None,
-        "redundant_experts": options.redundant_experts > 0,
-        "synthetic_acceptance": options.synthetic_acceptance is not None,
-    }
-    if wrong := [name for name, value in given.items() if value]:
-        raise ConfigError(f"{wrong[0]} means nothing to a simulated model; leave it out, or simulate")
 
 
 def simulated_language(cfg: ModelConfig, rates: tuple[float, ...], tokenizer: Tokenizer | None) -> Language:

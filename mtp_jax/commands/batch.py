@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_engine, add_options, chosen, model_dir, open_llm, reporter
+from mtp_jax.commands.options import (
+    add_engine,
+    add_options,
+    chosen,
+    model_dir,
+    model_options,
+    open_llm,
+    reporter,
+)
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
 from serve.base.settings import Settings
@@ -128,7 +135,7 @@ def _answer_here(work: BatchWork) -> str:
 
 def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
     if not args.quiet:
-        law = chosen(args, LLMOptions).law
+        law = model_options(args).law
         show.note(f"{law}; {summary}" if law else summary)
         if counts.warned:
             show.note(f"{counts.warned} answers came with a warning, the first: {counts.warning}")

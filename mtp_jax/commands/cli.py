@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from mtp_jax.commands import chat, checkpoints, completion, generate, server
-from mtp_jax.commands.options import with_flags
+from mtp_jax.commands.options import in_flags
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (MtpJaxError, OSError) as error:
-        print(f"error: {with_flags(str(error), _flags())}", file=sys.stderr)
+        print(f"error: {in_flags(error, _actions())}", file=sys.stderr)
         return 2
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error):  # jax has no narrower class for it
@@ -102,12 +102,10 @@ def make_parser() -> Parser:
     return parser
 
 
-def _flags() -> dict[str, str]:
-    """The flags of the declared options that have values, by the names of the options."""
+def _actions() -> list[argparse.Action]:
+    """The arguments of all commands."""
     commands: Any = next(a.choices for a in make_parser()._actions if isinstance(a.choices, dict))
-    actions = [a for parser in commands.values() for a in parser._actions]
-    declared = (a for a in actions if a.default is argparse.SUPPRESS and a.nargs != 0 and a.option_strings)
-    return {a.dest: next(f for f in a.option_strings if f.startswith("--")) for a in declared}
+    return [a for parser in commands.values() for a in parser._actions]
 
 
 def _print_version(args: object) -> int:

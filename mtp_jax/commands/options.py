@@ -6,7 +6,7 @@ The parsed arguments lack options that are not given, so that the Python API alo
 import argparse
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,13 +26,14 @@ from mtp_jax.commands.parser import (
     variables,
     words,
 )
+from mtp_jax.engine.config import MODEL, SPECULATION
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import Captures
 from mtp_jax.model.hf_config import missing_folder, read_json
-from mtp_jax.options import Option, declared
+from mtp_jax.options import Clash, Described, Option, declared
 from mtp_jax.text.grammar import StructuredOutput
 from mtp_jax.text.wrong_regex import wrong_regex
 
@@ -55,40 +56,9 @@ _READ = {
 # The share of a GPU's memory that JAX takes; JAX reads it when it first uses a GPU.
 _JAX_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _NOT_OF_CHATS = ("n", "logprobs", "prompt_logprobs", "stop_in_thoughts")
-_NEED_TEMPERATURE = ("top_p", "top_k", "min_p", "seed", "drafting", "verifier")
-_NEED_DRAFTS = (
-    "draft_model",
-    "draft_captures",
-    "num_nextn_layers",
-    "drafting",
-    "adaptive_depth",
-    "adaptive_verification",
-    "synthetic_acceptance",
-    "tree",
-)
 _MOST_SLOTS = 8
-_SUBJECTS = {
-    "model": (
-        "draft_model",
-        "draft_captures",
-        "num_nextn_layers",
-        "mesh",
-        "dtype",
-        "kv_cache_dtype",
-        "kernels",
-        "compile_cache",
-    ),
-    "speculation": (
-        "num_speculative_tokens",
-        "adaptive_depth",
-        "adaptive_verification",
-        "drafting",
-        "suffix_drafts",
-        "verifier",
-        "tree",
-        "synthetic_acceptance",
-    ),
-}
+# The flag by which a group is joined.
+_OTHER_FLAGS = {"group": "--hosts"}
 
 
 class _Adds(Protocol):
@@ -120,14 +90,14 @@ def add_options(
 def add_groups(
     parser: Parser,
     cls: type,
-    subjects: Mapping[str, Iterable[str]],
+    subjects: Sequence[str],
     rest: str,
     defaults: Mapping[str, str] | None = None,
 ) -> None:
     """Declare the options of a dataclass in groups by subject; options without a subject go into ``rest``."""
-    others = [name for name in declared(cls) if not any(name in names for names in subjects.values())]
-    for title, names in {**subjects, rest: others}.items():
-        add_options(parser.add_argument_group(title), cls, names, defaults)
+    for subject in (*subjects, ""):
+        names = [name for name, about in declared(cls).items() if about.subject == subject]
+        add_options(parser.add_argument_group(subject or rest), cls, names, defaults)
 
 
 def _add(to: _Adds, name: str, about: Option, default: str) -> None:
@@ -163,6 +133,31 @@ def flag_of(name: str, about: Option) -> str:
     return about.flag or f"--{name.replace('_', '-')}"
 
 
+def in_flags(error: Exception, actions: Sequence[argparse.Action]) -> str:
+    """The message of an error in the words of the command line. actions: of the parser, for options."""
+    told = [a for a in actions if a.default is argparse.SUPPRESS and a.option_strings]
+
+    def say(name: str, value: object) -> str | None:
+        """The flag that sets an option to a value."""
+        if name in _OTHER_FLAGS:
+            return _OTHER_FLAGS[name]
+        for a in (a for a in told if a.dest == name):
+            if a.nargs != 0 and isinstance(value, str | int | float) and not isinstance(value, bool):
+                return _flag(a) if isinstance(value, Described) else f"{_flag(a)} {value}"
+            if a.nargs == 0 and a.const == value:
+                return _flag(a)
+        return None
+
+    clash = error.args[0] if error.args else ""
+    if isinstance(clash, Clash):
+        return clash.told(say)
+    return with_flags(str(error), {a.dest: _flag(a) for a in told if a.nargs != 0})
+
+
+def _flag(action: argparse.Action) -> str:
+    return next(f for f in action.option_strings if f.startswith("--"))
+
+
 def with_flags(message: str, flags: Mapping[str, str]) -> str:
     """A message in the words of the command line: ``num_nextn_layers=0`` and ``page_size = 0`` with flags.
 
@@ -183,6 +178,16 @@ def given(args: argparse.Namespace, cls: type) -> JsonObject:
     names = (name for name, about in declared(cls).items() if about.flag is not None and name in args)
     values = ((name, getattr(args, name)) for name in names)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
+
+
+def model_options(args: argparse.Namespace) -> LLMOptions:
+    """The options of ``LLM`` without a number of slots. Raises ConfigError."""
+    return LLMOptions(**_adaptive(given(args, LLMOptions)))
+
+
+def _adaptive(found: JsonObject) -> JsonObject:
+    """The depth is adaptive unless it is fixed: a forced acceptance length is that of one depth."""
+    return {"adaptive_depth": "synthetic_acceptance" not in found, **found}
 
 
 def chosen(args: argparse.Namespace, cls: type[_T], without: Collection[str] = (), **own: Any) -> _T:
@@ -219,7 +224,7 @@ def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> N
     add_model(parser, "directory with config.json and weights (default: the demo model)")
     parser.add_config()
     own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
-    add_groups(parser, LLMOptions, _SUBJECTS, "engine", own)
+    add_groups(parser, LLMOptions, (MODEL, SPECULATION), "engine", own)
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
 
 
@@ -229,10 +234,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     source = getattr(args, "sampling_defaults", LLMOptions.sampling_defaults)
     of_model = sampling_defaults(args.model or demo_model(), source)
     params = SamplingParams(**own | of_model | given(args, SamplingParams))
-    if params.temperature == 0:
-        _without_effect(args, _NEED_TEMPERATURE, "at temperature 0; add --temperature 1")
-    if params.include_stop_str_in_output and not params.stop_strings:
-        _without_effect(args, ("include_stop_str_in_output",), "without --stop; add one")
+    _refuse_idle(args, params)
     return params
 
 
@@ -280,20 +282,16 @@ def checked_options(args: argparse.Namespace, completions: int) -> JsonObject:
 def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
     """The options of ``LLM`` without jax: the mesh is given by its shape. Raises ConfigError.
 
-    The depth is adaptive unless it is fixed: without options no command is slower for its drafts. A forced
-    acceptance length is that of one depth.
+    The depth is adaptive unless it is fixed: without options no command is slower for its drafts.
     """
-    found = given(args, LLMOptions)
-    if found.get("num_speculative_tokens") == 0:
-        # A seed's tokens depend on whether the verifier is coupled even where it has no drafts.
-        names = _NEED_DRAFTS if found.get("verifier") == "coupled" else (*_NEED_DRAFTS, "verifier")
-        _without_effect(args, names, "with --num-speculative-tokens 0; raise that")
-    chosen(args, LLMOptions)  # refuses values out of range before jax is imported
+    found = _adaptive(given(args, LLMOptions))
     data, _ = found.get("mesh", (1, 1))
     found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
-    found.setdefault("adaptive_depth", "synthetic_acceptance" not in found)
     if "simulate" in args:  # of `serve` alone: its answers say that they are simulated
         found |= {"simulate": args.simulate, "simulated_step": args.simulated_step}
+    # A seed's tokens depend on whether the verifier is coupled even where it has no drafts.
+    busy = ("verifier",) if found.get("verifier") == "coupled" else ()
+    _refuse_idle(args, LLMOptions(**found), busy)  # refuses values out of range before jax is imported
     return found
 
 
@@ -358,8 +356,15 @@ def model_dir(args: argparse.Namespace) -> Path:
     return args.model or demo_model()
 
 
-def _without_effect(args: argparse.Namespace, names: Iterable[str], when: str) -> None:
-    declarations = {**declared(LLMOptions), **declared(SamplingParams)}
-    for name in names:
-        if name in args:
-            raise RequestError(f"{flag_of(name, declarations[name])} has no effect {when}, or leave it out")
+def _refuse_idle(
+    args: argparse.Namespace, values: LLMOptions | SamplingParams, busy: Collection[str] = ()
+) -> None:
+    """Raises RequestError for a flag that has no effect beside an option of ``values``."""
+    known = declared(type(values))
+    for name, about in {**declared(LLMOptions), **declared(SamplingParams)}.items():
+        for other, off in about.idle.items() if name in args and name not in busy else ():
+            if other not in known or getattr(values, other) != off:
+                continue
+            flag = flag_of(other, known[other])
+            beside = f"with {flag} {off}; raise that" if off == 0 else f"without {flag}; add that"
+            raise RequestError(f"{flag_of(name, about)} has no effect {beside}, or leave it out")

@@ -25,7 +25,7 @@ from mtp_jax.commands.options import (
 from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.commands.server_options import KEY_VARIABLE, SLOTS, address_of, settings_of
 from mtp_jax.options import declared
-from serve.base.settings import Settings
+from serve.base.settings import ACCESS, LIMITS, Settings
 from serve.watch.access_log import set_up
 
 if TYPE_CHECKING:
@@ -34,26 +34,6 @@ if TYPE_CHECKING:
 
     Attach = Callable[[AsyncLLM], Mapping[str, str]]
 
-_SUBJECTS = {
-    "access": (
-        "host",
-        "port",
-        "api_keys",
-        "admin_key",
-        "insecure_no_auth",
-        "open_metrics",
-        "allowed_hosts",
-        "allowed_origins",
-    ),
-    "limits": (
-        "max_body_bytes",
-        "max_connections",
-        "request_seconds",
-        "ping_seconds",
-        "drain_seconds",
-        "step_seconds",
-    ),
-}
 _DESCRIPTION = f"""\
 Serve a model over HTTP with OpenAI's API. It listens on this computer alone unless --host says otherwise,
 which needs an API key: --api-key, or {KEY_VARIABLE} in the environment, which other users cannot see."""
@@ -86,7 +66,7 @@ def register(subparsers: Subparsers) -> None:
         metavar=about.metavar,
         help=f"{about.help} (default: {about.shown_default})",
     )
-    add_groups(parser, Settings, _SUBJECTS, "server", {"model_names": "its folder's name"})
+    add_groups(parser, Settings, (ACCESS, LIMITS), "server", {"model_names": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
     add_hosts(parser)
     parser.set_defaults(run=run)

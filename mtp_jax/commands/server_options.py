@@ -3,9 +3,9 @@
 import argparse
 import os
 
-from mtp_jax.api.options import LLMOptions
-from mtp_jax.commands.options import chosen, given, model_dir
+from mtp_jax.commands.options import chosen, given, model_dir, model_options
 from mtp_jax.errors import ConfigError
+from mtp_jax.options import check_company
 from serve.base.settings import Settings
 
 KEY_VARIABLE, _ADMIN_KEY_VARIABLE = "MTP_JAX_API_KEY", "MTP_JAX_ADMIN_KEY"
@@ -19,12 +19,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     keys = given(args, Settings).get("api_keys", ())
     keys = (*keys, *filter(None, [os.environ.get(KEY_VARIABLE)]))
     settings = chosen(args, Settings, ["api_keys"], model_names=name, admin_key=admin_key, api_keys=keys)
-    law = chosen(args, LLMOptions).law  # raises its error before weights are read
-    if law and settings.strict_draft:
-        raise ConfigError(
-            "--strict-draft asks for the model's verdict on drafts, --synthetic-acceptance throws it away; "
-            "leave one of them out"
-        )
+    check_company(ConfigError, settings, model_options(args))
     return settings
 
 

@@ -6,18 +6,23 @@ from typing import Literal, get_args
 from mtp_jax.decode.keys import MAX_DRAFTS, Drafting, TreeShape
 from mtp_jax.decode.law import Acceptance, Law
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.choices import ExchangeChoice, KernelChoice
 from mtp_jax.model.config import DEFAULT_PAGE
 from mtp_jax.options import check, documented, narrowed, option
 
 # The other one of ``decode.keys.Verifier`` accepts fewer drafts than "block" and is the oracle of the tests.
 VerifierChoice = Literal["block", "coupled"]
-KernelChoice = Literal["auto", "xla", "mosaic_gpu"]
 CacheType = Literal["auto", "fp8"]
-ExchangeChoice = Literal["auto", "gather", "all_to_all"]
 # ``num_speculative_tokens`` where it is not given.
 DEFAULT_DRAFTS = 3
 DtypeChoice = Literal["auto", "float32", "bfloat16"]
 Dtype = Literal["float32", "bfloat16"]
+MODEL, SPECULATION = "model", "speculation"
+"""Subjects of options."""
+UNDRAFTED = {"num_speculative_tokens": 0}
+"""Company in which options of drafts are idle."""
+UNSIMULATED = {"simulate": "a simulated model has no weights and no devices"}
+"""Company that options of weights and devices exclude."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,7 @@ class EngineOptions:
         high=MAX_DRAFTS,
         unset="3, or the nodes of a tree",
         metavar="K",
+        subject=SPECULATION,
     )
     max_num_seqs: int = option(8, "slots: completions at a time", low=1, high=4096, metavar="N")
     max_model_len: int | None = option(
@@ -71,6 +77,11 @@ class EngineOptions:
         high=1,
         unset="num_pages decides",
         metavar="F",
+        excludes={
+            "num_pages": "both say how large the cache is",
+            "group": "caches of several hosts must have one size, which num_pages says",
+            **UNSIMULATED,
+        },
     )
     prefill_chunk: int = option(
         256,
@@ -90,27 +101,43 @@ class EngineOptions:
         low=0,
         high=2**20,
         metavar="GIB",
+        needs={"prefix_cache": (True, "without prefixes no pages are kept")},
     )
     adaptive_depth: bool = option(
         False,
         "choose the depth of each step by measured speed; num_speculative_tokens is the most",
         off=("--fixed-depth", "always draft K tokens (default: adaptive, the fastest measured depth)"),
+        subject=SPECULATION,
+        idle=UNDRAFTED,
     )
     adaptive_verification: bool = option(
         False,
         "with adaptive depth: a step may verify, of all rows' drafts, the drafts that are likeliest to be "
         "accepted, as the margins of their logits tell; this takes further programs",
+        subject=SPECULATION,
+        excludes={"synthetic_acceptance": "a law keeps drafts of one depth"},
+        needs={
+            "adaptive_depth": (True, "a step of fixed depth verifies all drafts"),
+            "num_speculative_tokens": (2, "a step chooses among several drafts of a row"),
+            "max_num_seqs": (2, "a step chooses among the drafts of several rows"),
+        },
+        idle=UNDRAFTED,
     )
     drafting: Drafting = option(
         "sampled",
         "how drafts are chosen when sampling: drawn from the draft distribution or its argmax, both lossless",
         choices=get_args(Drafting),
+        subject=SPECULATION,
+        idle={"temperature": 0, **UNDRAFTED},
     )
     suffix_drafts: bool = option(
         False,
         "where the last 4 tokens of a request, or more, occurred earlier in its prompt or output, draft the"
         " tokens that followed then, in place of the NextN layers' drafts; for requests that sample, only "
         "where they ask for it or there are no NextN layers",
+        subject=SPECULATION,
+        excludes=UNSIMULATED,
+        needs={"num_speculative_tokens": (1, "a step without drafts verifies none")},
     )
     verifier: VerifierChoice | None = option(
         None,
@@ -119,6 +146,8 @@ class EngineOptions:
         kind=str,
         choices=get_args(VerifierChoice),
         unset="block, or coupled for a tree",
+        subject=SPECULATION,
+        idle={"temperature": 0, **UNDRAFTED},
     )
     tree: str | None = option(
         None,
@@ -128,6 +157,14 @@ class EngineOptions:
         kind=str,
         unset="chains",
         metavar="TOPKxSTEPSxNODES|RANKS",
+        subject=SPECULATION,
+        excludes={
+            "synthetic_acceptance": "a law keeps drafts of chains",
+            "adaptive_verification": "a ranked step has drafts of chains",
+            **UNSIMULATED,
+        },
+        needs={"verifier": ("coupled", "only coupled verifies trees")},
+        idle=UNDRAFTED,
     )
     synthetic_acceptance: Acceptance | None = option(
         None,
@@ -137,12 +174,16 @@ class EngineOptions:
         kind=object,
         unset="the model decides",
         metavar="LENGTH|SHARES|NAME",
+        subject=SPECULATION,
+        excludes={"suffix_drafts": "a row without a match has no drafts to keep", **UNSIMULATED},
+        idle=UNDRAFTED,
     )
     kernels: KernelChoice = option(
         "auto",
         "GPU kernels: where there is one for the device and the shapes (auto), none (xla), or nothing else, "
         "which may be an error (mosaic_gpu)",
         choices=get_args(KernelChoice),
+        subject=MODEL,
     )
     expert_exchange: ExchangeChoice = option(
         "auto",
@@ -173,6 +214,7 @@ class EngineOptions:
         low=0,
         high=2**16,
         metavar="N",
+        excludes=UNSIMULATED,
     )
     expert_rebalance: int = option(
         1000,
@@ -185,12 +227,14 @@ class EngineOptions:
         "auto",
         "of weights and cache; auto: float32 on a CPU, the checkpoint's elsewhere",
         choices=get_args(DtypeChoice),
+        subject=MODEL,
     )
     kv_cache_dtype: CacheType = option(
         "auto",
         "of the cache alone: auto, as dtype says; fp8, latents in e4m3 with a scale per 128 of them, or keys "
         "and values with one per head, about half of bfloat16's bytes",
         choices=get_args(CacheType),
+        subject=MODEL,
     )
     seed: int | None = option(
         None,
@@ -204,44 +248,13 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
-        if self.host_cache_gib and not self.prefix_cache:
+        _ = self.law  # raises its error
+        trees, drafts = self.trees, self.num_speculative_tokens
+        if trees and drafts not in (None, trees.nodes):
             raise ConfigError(
-                f"host_cache_gib = {self.host_cache_gib}, but prefix_cache = False keeps no pages; set it to "
-                "0, or prefix_cache to True"
+                f"num_speculative_tokens = {drafts}, but tree = {self.tree!r} has {trees.nodes} drafts; "
+                "leave one of them out"
             )
-        if self.memory_fraction is not None and self.num_pages is not None:
-            raise ConfigError(
-                f"memory_fraction = {self.memory_fraction:g} and num_pages = {self.num_pages} both say how "
-                "large the cache is; leave one of them out"
-            )
-        if self.law is not None and self.suffix_drafts:
-            raise ConfigError(
-                "suffix_drafts = True, but a row without a match has no drafts for synthetic_acceptance to "
-                "keep; leave one of them out"
-            )
-        if self.suffix_drafts and self.num_speculative_tokens == 0:
-            raise ConfigError(
-                "suffix_drafts = True, but num_speculative_tokens = 0 verifies no drafts; set it to 1 to "
-                f"{MAX_DRAFTS}, or suffix_drafts to False"
-            )
-        if self.trees is None:
-            return
-        if self.num_speculative_tokens not in (None, self.trees.nodes):
-            raise ConfigError(
-                f"num_speculative_tokens = {self.num_speculative_tokens}, but tree = {self.tree!r} has "
-                f"{self.trees.nodes} drafts; leave one of them out"
-            )
-        if self.verifier not in (None, "coupled"):
-            raise ConfigError(
-                f"verifier = {self.verifier!r} verifies chains, and tree = {self.tree!r} is given; use "
-                "'coupled', or leave one of them out"
-            )
-        for name, given in (
-            ("synthetic_acceptance", self.law is not None),
-            ("adaptive_verification", self.adaptive_verification),
-        ):
-            if given:
-                raise ConfigError(f"tree = {self.tree!r}, but {name} is for chains; leave one of them out")
 
     @property
     def law(self) -> Law | None:
@@ -274,24 +287,6 @@ class EngineConfig(EngineOptions):
         EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)
     )
     seed: int = narrowed(EngineOptions, "seed", 0, unset="")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.adaptive_verification:
-            self._check_ranked()
-
-    def _check_ranked(self) -> None:
-        """Raise ConfigError where a step never has drafts to choose among."""
-        drafts, slots = self.num_speculative_tokens, self.max_num_seqs
-        lacking = {
-            "adaptive_depth = True, as --fixed-depth verifies all drafts": not self.adaptive_depth,
-            f"num_speculative_tokens of 2 or more, got {drafts}": drafts < 2,
-            f"max_num_seqs of 2 or more, got {slots}": slots < 2,
-            "no synthetic_acceptance, which is for drafts of one depth": self.synthetic_acceptance
-            is not None,
-        }
-        if wrong := [need for need, found in lacking.items() if found]:
-            raise ConfigError(f"adaptive_verification needs {wrong[0]}; change that, or leave it out")
 
     def without_drafts(self) -> "EngineConfig":
         """The same options for an engine that never drafts."""

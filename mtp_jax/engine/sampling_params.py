@@ -13,6 +13,7 @@ from mtp_jax.text.grammar import StructuredOutput
 
 MAX_LOGPROBS = 20
 _MOST = 2**31 - 1
+_GREEDY = {"temperature": 0}
 OutputKind = Literal["cumulative", "delta", "final_only"]
 
 
@@ -30,12 +31,23 @@ class SamplingParams:
         low=0,
         high=1,
         metavar="P",
+        idle=_GREEDY,
     )
     top_k: int = option(
-        0, "sample from the K likeliest tokens; 0 or -1 is off", low=-1, high=_MOST, metavar="K"
+        0,
+        "sample from the K likeliest tokens; 0 or -1 is off",
+        low=-1,
+        high=_MOST,
+        metavar="K",
+        idle=_GREEDY,
     )
     min_p: float = option(
-        0.0, "leave out tokens below this fraction of the likeliest; 0 is off", low=0, high=1, metavar="P"
+        0.0,
+        "leave out tokens below this fraction of the likeliest; 0 is off",
+        low=0,
+        high=1,
+        metavar="P",
+        idle=_GREEDY,
     )
     max_tokens: int | None = option(
         16, "most tokens to generate", low=1, high=_MOST, unset="as many as fit", metavar="N"
@@ -72,6 +84,7 @@ class SamplingParams:
         high=2**32 - 1,
         unset="drawn",
         metavar="N",
+        idle=_GREEDY,
     )
     presence_penalty: float = option(
         0.0, "subtracted from every token already in the output", low=-2, high=2, metavar="X"
@@ -133,7 +146,7 @@ class SamplingParams:
         off=("--no-skip-special-tokens", "show special tokens in the text"),
     )
     include_stop_str_in_output: bool = option(
-        False, "keep the stop string, or the text of the stop token, in the text"
+        False, "keep the stop string, or the text of the stop token, in the text", idle={"stop": ()}
     )
     output_kind: OutputKind = option(
         "cumulative",

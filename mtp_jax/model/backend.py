@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,11 @@ from mtp_jax.model.cache import (
     WindowCache,
     rows_at,
 )
+from mtp_jax.model.choices import ExchangeChoice, KernelChoice
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.experts.cpu import CpuExperts
-from mtp_jax.model.experts.exchange import Exchange, ExchangeChoice, exchange_of
+from mtp_jax.model.experts.exchange import Exchange, exchange_of
 from mtp_jax.model.experts.hopper import HopperExperts
 from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.indexer import Choice
@@ -353,7 +354,7 @@ def mosaic_gpu(
 
 
 def backend(
-    kernels: Literal["auto", "xla", "mosaic_gpu"] = "auto",
+    kernels: KernelChoice = "auto",
     mesh: Mesh | None = None,
     exchange: ExchangeChoice = "auto",
     room: float = 1.5,

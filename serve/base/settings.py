@@ -11,11 +11,24 @@ from serve.watch.access_log import AccessLog
 
 SpecMetrics = Literal["none", "summary", "detailed"]
 MAX_NAME = 256
+ACCESS, LIMITS = "access", "limits"
+"""Subjects of options."""
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
 def _seconds(default: float | None, help: str, unset: str = "", flag: str | None = "") -> Any:
-    return option(default, help, kind=float, low=0, above=True, high=1e9, metavar="S", unset=unset, flag=flag)
+    return option(
+        default,
+        help,
+        kind=float,
+        low=0,
+        above=True,
+        high=1e9,
+        metavar="S",
+        unset=unset,
+        flag=flag,
+        subject=LIMITS,
+    )
 
 
 def _share(default: float, help: str) -> Any:
@@ -39,8 +52,10 @@ class Settings:
         flag="--served-model-name",
         repeated=True,
     )
-    host: str = option("127.0.0.1", "address to bind to", metavar="ADDRESS")
-    port: int = option(8000, "port to bind to; 0: any free one", low=0, high=2**16 - 1, metavar="N")
+    host: str = option("127.0.0.1", "address to bind to", metavar="ADDRESS", subject=ACCESS)
+    port: int = option(
+        8000, "port to bind to; 0: any free one", low=0, high=2**16 - 1, metavar="N", subject=ACCESS
+    )
     api_keys: tuple[str, ...] = option(
         (),
         "a key that clients may use; any opens every route",
@@ -48,6 +63,7 @@ class Settings:
         flag="--api-key",
         repeated=True,
         metavar="KEY",
+        subject=ACCESS,
     )
     admin_key: str | None = option(
         None,
@@ -55,9 +71,10 @@ class Settings:
         kind=str,
         unset="these routes stay closed",
         metavar="KEY",
+        subject=ACCESS,
     )
-    insecure_no_auth: bool = option(False, "let other computers connect without a key")
-    open_metrics: bool = option(False, "let /metrics be read without a key")
+    insecure_no_auth: bool = option(False, "let other computers connect without a key", subject=ACCESS)
+    open_metrics: bool = option(False, "let /metrics be read without a key", subject=ACCESS)
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Host header to answer instead of the loopback names, or of any if bound to other addresses",
@@ -65,6 +82,7 @@ class Settings:
         flag="--allowed-host",
         repeated=True,
         metavar="NAME",
+        subject=ACCESS,
     )
     allowed_origins: tuple[str, ...] = option(
         (),
@@ -73,6 +91,7 @@ class Settings:
         flag="--allowed-origin",
         repeated=True,
         metavar="ORIGIN",
+        subject=ACCESS,
     )
     tool_parser: str = option(
         "auto",
@@ -88,7 +107,9 @@ class Settings:
         metavar="JSON",
     )
     strict: bool = option(False, "refuse unknown fields instead of warning of them")
-    max_body_bytes: int = option(8 * 2**20, "most bytes of a request's body", low=1, metavar="N")
+    max_body_bytes: int = option(
+        8 * 2**20, "most bytes of a request's body", low=1, metavar="N", subject=LIMITS
+    )
     body_seconds: float = _seconds(
         30.0,
         "in which a request's headers, and then its body, must arrive, and something of an answer that "
@@ -103,6 +124,7 @@ class Settings:
         "most HTTP requests in progress; more are refused before their bodies are read",
         low=1,
         metavar="N",
+        subject=LIMITS,
     )
     request_seconds: float | None = _seconds(
         None, "end requests after this long, or sooner by their own timeout", unset="never"
@@ -128,6 +150,7 @@ class Settings:
     strict_draft: bool = option(
         False,
         "end at the start if a draft_model's first drafts are accepted less often than acceptance_floor",
+        excludes={"synthetic_acceptance": "a law throws the model's verdict on drafts away"},
     )
     access_log: AccessLog | None = option(
         None,

@@ -12,7 +12,6 @@ from mtp_jax.api import cache_size
 from mtp_jax.api.cache_size import POOL, sized
 from mtp_jax.api.local import backend_of, decoding_of, local_runner
 from mtp_jax.api.options import LLMOptions
-from mtp_jax.api.simulated import check_simulated
 from mtp_jax.commands.cli import make_parser
 from mtp_jax.commands.options import llm_options, reporter
 from mtp_jax.machine import memory_size
@@ -96,15 +95,15 @@ def test_the_command_line_lets_jax_take_that_share(monkeypatch):
 
 
 def test_what_excludes_it():
-    with pytest.raises(ConfigError, match=r"memory_fraction = 0\.5 and num_pages = 8 both say"):
+    with pytest.raises(ConfigError, match=r"memory_fraction = 0\.5 with num_pages = 8: both say"):
         LLMOptions(memory_fraction=0.5, num_pages=8)
     with pytest.raises(ConfigError, match="memory_fraction = 2; expected"):
         LLMOptions(memory_fraction=2)
-    with pytest.raises(ConfigError, match="memory_fraction means nothing to a simulated model"):
-        check_simulated(LLMOptions(memory_fraction=0.5, simulate=(0.5,)))
+    with pytest.raises(ConfigError, match=r"= 0.5 with simulate = \(0.5,\): a simulated model"):
+        LLMOptions(memory_fraction=0.5, simulate=(0.5,))
     group: Any = object()
-    with pytest.raises(ConfigError, match="not measured over several hosts"):
-        LLMOptions(memory_fraction=0.5, group=group).engine(TINY, True)
+    with pytest.raises(ConfigError, match=r"with group = <object .*>: caches of several hosts must"):
+        LLMOptions(memory_fraction=0.5, group=group)
 
 
 def test_a_computers_memory_is_that_of_its_container(monkeypatch, tmp_path):

@@ -231,10 +231,10 @@ ERRORS = [
     (["generate", V3, "--max-tokens", 0, *IDS], "--max-tokens 0; expected an integer from 1"),
     (
         ["generate", V3, "--top-p", 0.5, *IDS],
-        "--top-p has no effect at temperature 0; add --temperature 1, or leave",
+        "--top-p has no effect with --temperature 0; raise that, or leave",
     ),
-    (["generate", V3, "--seed", 1, *IDS], "--seed has no effect at temperature 0"),
-    (["generate", V3, "--verifier", "block", *IDS], "--verifier has no effect at temperature 0"),
+    (["generate", V3, "--seed", 1, *IDS], "--seed has no effect with --temperature 0"),
+    (["generate", V3, "--verifier", "block", *IDS], "--verifier has no effect with --temperature 0"),
     (
         ["generate", V3, "--num-speculative-tokens", 0, "--draft-model", "d", *IDS],
         "--draft-model has no effect with --num-speculative-tokens 0; raise that, or leave it out",
@@ -257,6 +257,19 @@ ERRORS = [
     ),
     (["generate", V3, "--json-schema", "", *QUIET], "the structured output is not valid"),
     (["generate", V3, "--include-stop-str-in-output", *IDS], "has no effect without --stop"),
+    (
+        ["generate", V3, "--host-cache-gib", 4, "--no-prefix-cache", *IDS],
+        "--host-cache-gib 4.0 with --no-prefix-cache: without prefixes no pages are kept; leave one of",
+    ),
+    (
+        ["generate", V3, "--adaptive-verification", *IDS],
+        "--adaptive-verification with --max-num-seqs 1: a step chooses among the drafts of several rows; "
+        "take --max-num-seqs 2 or more, or leave the other out",
+    ),
+    (
+        ["serve", V3, "--port", 0, "--simulate", "0.5", "--mesh", "1x2"],
+        "--mesh with --simulate: a simulated model has no weights and no devices; leave one of them out",
+    ),
     (
         ["generate", V3, "--lines", *IDS],
         "--lines splits -f FILE or standard input; leave out -p and --token-ids",

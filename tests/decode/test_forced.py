@@ -130,7 +130,7 @@ def test_laws():
     for lengths in GOLDEN.values():
         for drafts, length in enumerate(lengths, start=1):
             assert Law.of(length, drafts).length == pytest.approx(length)
-    with pytest.raises(ConfigError, match="suffix_drafts = True, but a row without a match"):
+    with pytest.raises(ConfigError, match="synthetic_acceptance = 2 with suffix_drafts = True: a row"):
         EngineConfig(synthetic_acceptance=2, suffix_drafts=True)
 
 

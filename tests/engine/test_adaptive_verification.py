@@ -129,14 +129,20 @@ def test_drafts_are_where_they_are_accepted(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adaptive_depth": False}, "adaptive_depth = True, as --fixed-depth"),
-        ({"num_speculative_tokens": 1}, "num_speculative_tokens of 2 or more, got 1; change"),
-        ({"max_num_seqs": 1}, "max_num_seqs of 2 or more, got 1"),
-        ({"synthetic_acceptance": 2.0}, "no synthetic_acceptance, which is for"),
+        (
+            {"adaptive_depth": False},
+            "with adaptive_depth = False: .*; take adaptive_depth = True, or",
+        ),
+        (
+            {"num_speculative_tokens": 1},
+            "with num_speculative_tokens = 1: .*; take num_.* = 2 or more",
+        ),
+        ({"max_num_seqs": 1}, "with max_num_seqs = 1: "),
+        ({"synthetic_acceptance": 2.0}, "with synthetic_acceptance = 2.0: .*; leave one of them out"),
     ],
 )
 def test_steps_that_never_have_a_choice(options, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"adaptive_verification = True {message}"):
         engine_config(**RANKED | options)
 
 

@@ -259,7 +259,7 @@ def test_no_more_bytes_than_the_budget():
 
 
 def test_what_nobody_can_use_is_refused():
-    with pytest.raises(ConfigError, match="prefix_cache = False keeps no pages"):
+    with pytest.raises(ConfigError, match="host_cache_gib = 1 with prefix_cache = False: without"):
         make_engine(host_cache_gib=1, prefix_cache=False)
     with pytest.raises(ConfigError, match="holds no page, which takes"):
         make_engine(host_cache_gib=1e-9)

@@ -1,10 +1,15 @@
 """Options out of range are refused at once; the message names the option, the value and what is allowed."""
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
+from mtp_jax.api import local
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.decode.decoding import Decoding
+from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.step import Step
 from mtp_jax.engine.config import EngineConfig, EngineOptions
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -12,8 +17,9 @@ from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
+from mtp_jax.model.backend import xla
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.options import declared
+from mtp_jax.options import declared, option
 from tests import golden
 from tests.models import TINY, engine_config, make_engine
 
@@ -124,9 +130,15 @@ def test_engine_config(name, wrong, allowed):
     ("given", "message"),
     [
         ({"num_speculative_tokens": 5}, "num_speculative_tokens = 5, but tree = '4x3x12' has 12 drafts"),
-        ({"verifier": "block"}, "verifier = 'block' verifies chains"),
-        ({"synthetic_acceptance": 2.5}, "synthetic_acceptance is for chains"),
-        ({"adaptive_verification": True}, "adaptive_verification is for chains"),
+        ({"verifier": "block"}, "tree = '4x3x12' with verifier = 'block': .*; take verifier = 'coupled'"),
+        (
+            {"synthetic_acceptance": 2.5},
+            "with synthetic_acceptance = 2.5: a law keeps drafts of chains; leave",
+        ),
+        (
+            {"adaptive_verification": True, "adaptive_depth": True},
+            ": a ranked step has drafts of chains",
+        ),
         ({"tree": "4by3"}, "expected TOPKxSTEPSxNODES"),
     ],
 )
@@ -142,6 +154,24 @@ def test_a_tree_says_the_number_of_drafts_and_their_verifier():
     assert [found.pages_for_step(52, depth, 200) for depth in (11, 4)] == [1, 1]
     assert [found.pages_for_step(53, depth, 200) for depth in (11, 4)] == [2, 1]
     assert found.without_drafts().tree is None
+
+
+def test_an_option_that_programs_see(monkeypatch):
+    """It is declared, a field of ``Decoding`` has its name, and a step reads it: nothing passes it on."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Louder(EngineConfig):
+        loud: bool = option(False, "emit louder tokens", excludes={"tree": "a tree is quiet"})
+
+    @dataclass(frozen=True)
+    class Sounding(Decoding):
+        loud: bool = False
+
+    monkeypatch.setattr(local, "Decoding", Sounding)
+    found = local.decoding_of(TINY, Louder(loud=True), xla())
+    assert Step(found, StepKey(1, 1, 1, SamplingMode())).decoding == replace(found, loud=True)
+    with pytest.raises(ConfigError, match="loud = True with tree = '2x2x3': a tree is quiet; leave one"):
+        Louder(loud=True, tree="2x2x3", verifier="coupled", num_speculative_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.checking.verify import distance
-from mtp_jax.engine.config import KernelChoice
 from mtp_jax.lab.bench.random_weights import random_params
 from mtp_jax.lab.bench.shapes import INDEXER
 from mtp_jax.model.backend import backend
+from mtp_jax.model.choices import KernelChoice
 from mtp_jax.model.device import is_hopper
 from mtp_jax.model.products.stream import plus, stream
 from mtp_jax.model.sharding import make_mesh

@@ -125,8 +125,11 @@ def test_a_client_sees_the_length_in_the_metrics(forced: Running, tmp_path: Path
             "--synthetic-acceptance 0.8,0.7,0.6,0.5",
             "expected 3 shares at most, as",
         ),
-        ("--synthetic-acceptance 2 --suffix-drafts", "suffix_drafts = True, but a row without a match"),
-        ("--synthetic-acceptance 2 --strict-draft", "leave one of them out"),
+        (
+            "--synthetic-acceptance 2 --suffix-drafts",
+            "--suffix-drafts: a row without a match has no",
+        ),
+        ("--synthetic-acceptance 2 --strict-draft", "--strict-draft with --synthetic-acceptance 2.0: a law"),
         ("--synthetic-acceptance-length 2", "use --synthetic-acceptance"),
     ],
 )

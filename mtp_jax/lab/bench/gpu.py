@@ -19,7 +19,7 @@ from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.launches import ReleaseCache
 from mtp_jax.decode.law import Acceptance
 from mtp_jax.decode.runner import LocalRunner
-from mtp_jax.engine.config import Dtype, EngineConfig, KernelChoice
+from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench import cost, steps
@@ -28,6 +28,7 @@ from mtp_jax.lab.bench.report import Report, forced, table
 from mtp_jax.lab.planning.fit import MEMORY_FRACTION, OVERHEAD
 from mtp_jax.lab.planning.hardware import GPUS, Gpu, gpu_of
 from mtp_jax.model.backend import backend
+from mtp_jax.model.choices import KernelChoice
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
 from mtp_jax.model.narrow import nbytes

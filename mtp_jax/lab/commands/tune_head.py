@@ -10,22 +10,21 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_options, chosen, given, model_dir, open_llm, reporter
 from mtp_jax.commands.parser import Subparsers, add_model
+from mtp_jax.engine.config import SPECULATION
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.options import declared
 
 if TYPE_CHECKING:
     from mtp_jax.api.llm import LLM
 
 _SLOTS, _MAX_TOKENS = 8, 512
-_ENGINE = (
-    *("draft_model", "draft_captures", "num_nextn_layers", "num_speculative_tokens", "mesh", "dtype"),
-    *("kv_cache_dtype", "kernels", "expert_exchange", "expert_room", "max_num_seqs", "max_model_len"),
-    *("num_pages", "memory_fraction", "prefill_chunk", "chat_template", "sampling_defaults"),
-    "compile_cache",
-)
+# Options of requests that wait beside each other, and of experts that move meanwhile.
+_OF_SERVERS = ("page_size", "prefix_cache", "host_cache_gib")
+_OF_SERVERS += ("micro_batches", "redundant_experts", "expert_rebalance")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 _DESCRIPTION = """\
 Tune the model's NextN layers, or the head of --draft-model, on the model's own answers. Lines of FILE:
@@ -48,9 +47,16 @@ def register(subparsers: Subparsers) -> None:
     own = {"max_tokens": f"{_MAX_TOKENS}", "temperature": "the model's own, else 1"}
     add_options(parser.add_argument_group("answers"), SamplingParams, _SAMPLING, own)
     own = {"max_num_seqs": f"{_SLOTS}"}
-    add_options(parser.add_argument_group("engine"), LLMOptions, _ENGINE, own)
+    add_options(parser.add_argument_group("engine"), LLMOptions, _engine(), own)
     parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but the result")
     parser.set_defaults(run=run)
+
+
+def _engine() -> list[str]:
+    """Options of the engine that answers, with drafts of one depth that are verified one way."""
+    speculation = {name for name, about in declared(LLMOptions).items() if about.subject == SPECULATION}
+    without = {*_OF_SERVERS, *speculation} - {"num_speculative_tokens"}
+    return [name for name in declared(LLMOptions) if name not in without]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ gather (``lax.cond`` of one number that is the same everywhere), so that no row 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.choices import ExchangeChoice
 from mtp_jax.model.config import ModelConfig
-
-ExchangeChoice = Literal["auto", "gather", "all_to_all"]
 
 RowTree = Any
 """A tree of arrays whose first axis is rows."""

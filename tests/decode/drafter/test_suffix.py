@@ -400,7 +400,7 @@ def test_requests_that_sample_ask_for_it():
 
 
 def test_what_cannot_be_had_is_refused():
-    with pytest.raises(ConfigError, match="num_speculative_tokens = 0 verifies no drafts"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens = 0: a step without drafts verifies none"):
         engine_with(num_speculative_tokens=0)
     with pytest.raises(RequestError, match="built without them"):
         make_engine().make_request([3, 4], replace(GREEDY, suffix_drafts=True))
