@@ -84,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
 
     def opened(head: Path | None) -> "LLM":
         own = copy(args)
-        own.model, own.adaptive_depth = directory, False
+        own.model = directory
         if head is not None:
             own.draft_model = head
             vars(own).pop("num_nextn_layers", None)
-        elif draft_model is None and not ModelConfig.from_file(directory / "config.json").drafts:
+        if head or draft_model or ModelConfig.from_file(directory / "config.json").drafts:
+            own.adaptive_depth = False
+        else:  # answers of the model alone
             own.num_speculative_tokens = 0
         return open_llm(own, report, _SLOTS)
 

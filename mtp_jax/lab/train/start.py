@@ -22,6 +22,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import NextN, Params, init_tree, param_specs
 from mtp_jax.model.sharding import check_divisible, param_sharding
+from mtp_jax.options import check_company
 
 
 @dataclass(frozen=True)
@@ -58,30 +59,24 @@ class Start:
 
 def begin(model: LLMOptions, options: TuneOptions) -> Start:
     """Load the head of a model, or make one. Raises ConfigError, CheckpointError."""
-    folder, draft_model, fresh, mesh = (
-        Path(model.model or demo_model()),
-        model.draft_model,
-        options.fresh,
-        model.mesh,
-    )
+    check_company(ConfigError, options, model)
+    folder, fresh, mesh = Path(model.model or demo_model()), options.fresh, model.mesh
     if is_orbax(folder):
         raise ConfigError(f"{folder} is an Orbax folder; a head is tuned for a folder as it was released")
-    if fresh and draft_model is not None:
-        raise ConfigError(f"fresh = {fresh!r} beside draft_model = {draft_model}; leave one of them out")
     declared, raw = read_config(folder)
     if fresh and declared.compressed:
         raise ConfigError(f"fresh = {fresh!r}: no head is made for DeepSeek-V4 here; name another model")
     loaded = load_folder(
         folder,
-        draft_model,
+        model.draft_model,
         mesh=mesh,
         num_nextn_layers=0 if fresh else model.num_nextn_layers,
         draft_captures=model.draft_captures,
         layers=False,
     )
     if not fresh:
-        if loaded.config.drafter is not None and draft_model is not None:
-            raw = read_json(Path(draft_model) / "config.json")
+        if loaded.config.drafter is not None and model.draft_model is not None:
+            raw = read_json(Path(model.draft_model) / "config.json")
         return Start(loaded.config, loaded.params, raw | _counted(loaded.config))
     if fresh == "nextn":
         cfg = loaded.config.with_nextn(declared.nextn_moe[:1] or (False,))

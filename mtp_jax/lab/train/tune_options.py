@@ -20,6 +20,7 @@ class TuneOptions:
         "begin with a random head of this kind: a NextN layer, or an EAGLE-3 head with the trunk's attention",
         choices=get_args(Fresh),
         unset="the model's NextN layers, or the head of draft_model",
+        excludes={"draft_model": "one head is begun, the other is there"},
     )
     objective: Objective = option(
         "kl",

@@ -17,8 +17,10 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.checkpoint import load, save_checkpoint
 from mtp_jax.commands import cli
+from mtp_jax.commands.options import engine_options
 from mtp_jax.errors import RequestError
 from mtp_jax.lab.bench import corpus
+from mtp_jax.lab.commands import tune_head
 from mtp_jax.lab.train.prompts import read_prompts
 from mtp_jax.lab.train.report import RunReporter
 from mtp_jax.lab.train.start import begin
@@ -163,6 +165,29 @@ def test_answers_begin_behind_their_prompts(model: Path, tmp_path: Path) -> None
     assert texts[2].sampling == {"max_tokens": 12}
 
 
+def test_a_model_without_drafts_answers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, seen = replace(TINY, num_nextn_predict_layers=0, nextn_moe=()), list[dict[str, Any]]()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(cfg.to_dict()))
+    prompts = write_lines(tmp_path / "p.jsonl", LINES)
+
+    def tuned(given: Any, opened: Any, report: Any) -> dict[str, Any]:
+        opened(None)
+        opened(folder / "head")
+        return {"before": None, "after": {}}
+
+    def opened(args: Any, report: Any, slots: int) -> None:
+        seen.append(engine_options(args, slots))
+
+    monkeypatch.setattr("mtp_jax.lab.train.tune.tune", tuned)
+    monkeypatch.setattr(tune_head, "open_llm", opened)
+    files = ["--prompts", str(prompts), "--out", str(tmp_path)]
+    assert cli.main(["tune-head", str(folder), *files, "--quiet"]) == 0
+    found = [(of["adaptive_depth"], of.get("num_speculative_tokens")) for of in seen]
+    assert found == [(True, 0), (False, None)]
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -170,7 +195,10 @@ def test_answers_begin_behind_their_prompts(model: Path, tmp_path: Path) -> None
         (["--hosts", "2"], "error: unrecognized arguments: --hosts 2"),
         (["--held-out", "6"], "has 6 texts, and held_out = 6 of them are not learned"),
         (["--draft-model", str(model_dir("eagle3", "draft"))], "the head is made for vocab_size = 80, the"),
-        (["--fresh", "eagle3", "--draft-model", "x"], "fresh = 'eagle3' beside draft_model = x; leave one"),
+        (
+            ["--fresh", "eagle3", "--draft-model", "x"],
+            "--fresh eagle3 with --draft-model x: one head is begun",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(
