@@ -5,6 +5,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language
+from mtp_jax.simulate.memory import SlotMemory
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -26,9 +27,8 @@ def simulated_engine(
     cfg: ModelConfig, config: EngineConfig, language: Language, seconds: float, grammars: Grammars | None
 ) -> Engine:
     """An engine whose outputs are texts of the language. seconds: duration of a step."""
-    pages, size = config.pages_per_shard(1), config.page_size
-    sizes = {"slots": config.max_num_seqs, "pages": pages, "page_size": size}
-    runner = Simulated(language, **sizes, seconds=seconds, margins=config.adaptive_verification)
+    memory = SlotMemory(config.max_num_seqs, config.pages_per_shard(1), config.page_size, 1)
+    runner = Simulated(language, memory, seconds=seconds, margins=config.adaptive_verification)
     return Engine(cfg, config, runner, grammars, MARK)
 
 

@@ -168,39 +168,37 @@ class Buckets:
         """
         if not requests:
             return []
-        config, needed = self._config, self._config.max_num_seqs
-        if self._shards == 1:
-            highest = max(r.residence.slot + 1 for r in requests)
-            needed = max(highest, min(len(requests), needed))
-        slots = self.slots(needed)
+        slots, widths, mode = self._slots_of(requests), self._widths_of(requests), self.mode(requests)
         # The chunk gives the first token, except under a grammar: a request that ends there needs no window.
-        windows = any(r.max_tokens > 1 or r.constraints for r in requests)
-        sizes = [b for b in self._step_slots if windows and (b == slots or (every_size and b < slots))]
-        deepest, mode = max(r.depth for r in requests), self.mode(requests)
-        fixed = all(r.fixed_depth for r in requests)
-        depths = {deepest} if fixed else self._depths(deepest)
-        widest = _up_to(self._page_sizes(), max(config.pages_for(r.capacity) for r in requests))
-        modes = [mode]
-        if mode.structured and not all(r.constraints for r in requests):
-            modes.append(replace(mode, structured=False))
-        keys = [
-            StepKey(b, d, p, m)
-            for p in widest
-            for d in sorted(depths, reverse=True)
-            for m in modes
-            for b in sizes
-        ]
-        ranked = [k for key in keys if not fixed for k in self._ranked_keys(key)]
+        windowed = any(r.max_tokens > 1 or r.constraints for r in requests)
+        sizes = [b for b in self._step_slots if windowed and (b == slots or (every_size and b < slots))]
+        fixed, deepest = all(r.fixed_depth for r in requests), max(r.depth for r in requests)
+        depths = [deepest] if fixed else sorted(self._depths(deepest), reverse=True)
+        free = mode.structured and not all(r.constraints for r in requests)
+        modes = [mode, replace(mode, structured=False)] if free else [mode]
+        windows = [StepKey(b, d, p, m) for p, d, m, b in product(widths, depths, modes, sizes)]
         # One request has nothing to run beside its prompt, and no structured step takes a prompt then.
-        besides = []
-        if len(requests) > 1:
-            besides += [k for k in keys if k.slots == slots and k.depth in (min(depths), deepest)]
-        if all(k.mode.structured for k in besides):
-            besides += [StepKey(0, 0, p, SamplingMode(logprobs=mode.logprobs)) for p in widest]
-        shapes = self._shapes_for(requests)
-        scores = _width(r.params.prompt_logprobs for r in requests)
-        keys += [replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k in besides for t, n in shapes]
-        return list(dict.fromkeys([*self._page_keys, *keys, *ranked]))
+        beside = [k for k in windows if k.slots == slots and k.depth in (depths[0], depths[-1])]
+        beside = beside if len(requests) > 1 else []
+        if all(k.mode.structured for k in beside):
+            beside += [StepKey(0, 0, p, SamplingMode(logprobs=mode.logprobs)) for p in widths]
+        scores, shapes = _width(r.params.prompt_logprobs for r in requests), self._shapes_for(requests)
+        prompts = [
+            replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k, (t, n) in product(beside, shapes)
+        ]
+        ranked = [] if fixed else [k for key in windows for k in self._ranked_keys(key)]
+        return list(dict.fromkeys([*self._page_keys, *windows, *prompts, *ranked]))
+
+    def _slots_of(self, requests: list[Request]) -> int:
+        """Slots of the step that reaches them all, as they run now and as they may."""
+        if self._shards > 1:
+            return self.slots(self._config.max_num_seqs)
+        highest = max(r.residence.slot + 1 for r in requests)
+        return self.slots(max(highest, min(len(requests), self._config.max_num_seqs)))
+
+    def _widths_of(self, requests: list[Request]) -> Sequence[int]:
+        """Widths of page tables up to the first that holds each of them."""
+        return _up_to(self._page_sizes(), max(self._config.pages_for(r.capacity) for r in requests))
 
     def _shapes_for(self, requests: list[Request]) -> list[tuple[int, int]]:
         """Tokens and prompts per shard of the chunks that these requests' prompts come in."""
@@ -250,21 +248,24 @@ class Buckets:
         for mode in (scored, replace(scored, structured=True)) if structured else (scored,):
             key = replace(widest, mode=mode)
             first += [key, _scoring(key, sizes[-1])]
-        rest: list[StepKey] = []
-        for p in pages:
-            narrow = p == pages[0]
-            alone = sizes if narrow else sizes[-1:]
-            rest += [StepKey(0, 0, p, SamplingMode(), size, 1) for size in alone]
-            for b in slots if narrow else dict.fromkeys((slots[0], slots[-1])):
-                rest += [StepKey(b, d, p, sampled) for d in reversed(depths)]
-                rest += self._ranked_keys(StepKey(b, deepest, p, sampled))
-            ends = dict.fromkeys((depths[-1], depths[0]))
-            for size in (sizes[1:] or sizes) if narrow else sizes[-1:]:
-                for n, d in product(dict.fromkeys((1, self._together(size))), ends):
-                    rest.append(StepKey(slots[-1], d, p, sampled, size, n))
+        rest = [key for p in pages for key in self._cheaper(p, depths, p == pages[0])]
         if structured:
             rest.append(StepKey(slots[0], deepest, pages[0], replace(sampled, structured=True)))
         return [*self._page_keys, *first], [k for k in dict.fromkeys(rest) if k not in first]
+
+    def _cheaper(self, pages: int, depths: Sequence[int], narrow: bool) -> Iterator[StepKey]:
+        """Steps over page tables of this width, for sampled tokens. narrow: whether none is narrower."""
+        config, slots, sizes = self._config, self._step_slots, self.chunk_sizes
+        sampled = SamplingMode(config.drafting, config.verifier)
+        for size in sizes if narrow else sizes[-1:]:
+            yield StepKey(0, 0, pages, SamplingMode(), size, 1)
+        for b in slots if narrow else dict.fromkeys((slots[0], slots[-1])):
+            yield from (StepKey(b, d, pages, sampled) for d in reversed(depths))
+            yield from self._ranked_keys(StepKey(b, depths[-1], pages, sampled))
+        ends = dict.fromkeys((depths[-1], depths[0]))
+        for size in (sizes[1:] or sizes) if narrow else sizes[-1:]:
+            for n, d in product(dict.fromkeys((1, self._together(size))), ends):
+                yield StepKey(slots[-1], d, pages, sampled, size, n)
 
     def _few(self, structured: bool) -> tuple[list[Key], list[Key]]:
         """The programs of a server on a CPU: there each takes memory and seconds of compilation.

@@ -35,7 +35,7 @@ from mtp_jax.engine.dead_end import NO_TOKEN, look_ahead
 from mtp_jax.engine.depth import DepthController, adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.request import Request, Terms
-from mtp_jax.engine.results import Launched, read_logprobs, read_prompt_logprobs
+from mtp_jax.engine.results import Launched, logprobs, prompt_logprobs
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Speculation
@@ -357,47 +357,45 @@ class Engine:
 
     def _collect(self, launch: Launched) -> list[Request]:
         result, seconds = self._arrive(launch.pending)
-        packed, top, prompt = result.packed, result.logprobs, result.prompt
         self._measure(launch, seconds, result)
-        advanced = []
-        for row, request in launch.everyone:
-            own = request.progress
-            own.inflight -= 1
-            if request.finished:
-                continue
-            if request.constraints and request.constraints.failed:
-                self.abort(request, "error")  # its masks had no meaning
-                advanced.append(request)
-                continue
-            windows, scored = launch.key.slots, request.params.prompt_logprobs is not None
-            if row >= windows and launch.chunk and prompt is not None and scored:
-                own.prompt_logprobs += read_prompt_logprobs(request, prompt, row - windows, launch.chunk)
-            tokens, extra = (part.tolist() for part in np.split(packed[row], [launch.columns]))
-            count, finish = extra[COUNT], Finish(extra[FINISH])
-            if row < windows:
-                own.rows_bound -= launch.width - count
-                own.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]], [Source(extra[SOURCE])])
-            if count or finish is not Finish.RUNNING:
-                own.unread -= 1
-                seconds = own.emit(tokens[:count], self.runner.clock(), extra[ACCEPTED])
-                self.counters.generation_tokens += count
-                if seconds is not None:
-                    self.counters.inter_token.add(seconds / count, count)
-                advanced.append(request)
-                if request.constraints and finish is Finish.RUNNING:
-                    request.constraints.advance(tokens[:count])
-            reason = self._reason(request, finish, tokens[:count])
-            if reason == _REASONS[Finish.NAN]:
-                self.scheduler.broken(request)
-            else:
-                self.scheduler.committed(request, launch.complete_rows(row, request))
-            if top is not None and request.params.logprobs is not None:
-                width = request.params.logprobs
-                own.logprobs += [read_logprobs(top, row, i, tokens[i], width) for i in range(count)]
-            if finish is not Finish.RUNNING:
-                own.stop_reason = self._stop_token(request) if finish is Finish.STOP else None
-                self._finish(request, reason)
+        return [request for row, request in launch.everyone if self._take(launch, result, row, request)]
+
+    def _take(self, launch: Launched, result: Result, row: int, request: Request) -> bool:
+        """Take a request's row of a result. Returns whether that has advanced the request, or ended it."""
+        own = request.progress
+        own.inflight -= 1
+        if request.finished:
+            return False
+        if request.constraints and request.constraints.failed:
+            self.abort(request, "error")  # its masks had no meaning
+            return True
+        own.prompt_logprobs += prompt_logprobs(launch, result, row, request)
+        tokens, extra = (part.tolist() for part in np.split(result.packed[row], [launch.columns]))
+        count, finish = extra[COUNT], Finish(extra[FINISH])
+        if row < launch.key.slots:
+            own.rows_bound -= launch.width - count
+            own.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]], [Source(extra[SOURCE])])
+        if advanced := count > 0 or finish is not Finish.RUNNING:
+            self._emit(request, tokens[:count], finish, extra[ACCEPTED])
+        reason = self._reason(request, finish, tokens[:count])
+        if reason == _REASONS[Finish.NAN]:
+            self.scheduler.broken(request)
+        else:
+            self.scheduler.committed(request, launch.complete_rows(row, request))
+        own.logprobs += logprobs(result, row, tokens[:count], request.params.logprobs)
+        if finish is not Finish.RUNNING:
+            own.stop_reason = self._stop_token(request) if finish is Finish.STOP else None
+            self._finish(request, reason)
         return advanced
+
+    def _emit(self, request: Request, tokens: list[int], finish: Finish, accepted: int) -> None:
+        request.progress.unread -= 1
+        seconds = request.progress.emit(tokens, self.runner.clock(), accepted)
+        self.counters.generation_tokens += len(tokens)
+        if seconds is not None:
+            self.counters.inter_token.add(seconds / len(tokens), len(tokens))
+        if request.constraints and finish is Finish.RUNNING:
+            request.constraints.advance(tokens)
 
     def _reason(self, request: Request, finish: Finish, tokens: Sequence[int]) -> str:
         """The reason of an end. A row without a distribution may be one whose tokens are all masked."""

@@ -50,7 +50,7 @@ class Launched:
         return int(self.chunk.start[g] + self.chunk.count[g])
 
 
-def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:
+def _read(top: TopLogprobs, row: int, i: int, token: int, width: int) -> TokenLogprobs:
     """Read a token's log-probabilities: the chosen token first, then the ``width`` most likely tokens."""
     best = zip(top.ids[row, i, :width].tolist(), top.values[row, i, :width].tolist(), strict=True)
     chosen = Logprob(float(top.chosen[row, i]), int(top.rank[row, i]))
@@ -58,15 +58,31 @@ def read_logprobs(top: TopLogprobs, row: int, i: int, token: int, width: int) ->
     return {token: chosen} | others
 
 
-def read_prompt_logprobs(
-    request: Request, top: TopLogprobs, row: int, chunk: Chunk
+def logprobs(result: Result, row: int, tokens: list[int], width: int | None) -> list[TokenLogprobs]:
+    """The scores of the tokens that a row emits. width: ``SamplingParams.logprobs``."""
+    top = result.logprobs
+    if top is None or width is None:
+        return []
+    return [_read(top, row, i, token, width) for i, token in enumerate(tokens)]
+
+
+def prompt_logprobs(
+    launch: Launched, result: Result, row: int, request: Request
 ) -> list[TokenLogprobs | None]:
-    """The scores of a prompt's next tokens that a row of a chunk adds; its first token has none."""
-    known, width = len(request.progress.prompt_logprobs), request.params.prompt_logprobs or 0
+    """The scores of a prompt's next tokens that a row adds, if they are wanted; its first token has none."""
+    top, chunk, width, row = (
+        result.prompt,
+        launch.chunk,
+        request.params.prompt_logprobs,
+        row - launch.key.slots,
+    )
+    if row < 0 or chunk is None or top is None or width is None:
+        return []
+    known = len(request.progress.prompt_logprobs)
     new: list[TokenLogprobs | None] = [] if known else [None]
     for i in range(int(chunk.count[row])):
         position = int(chunk.start[row]) + i + 1
         # A preempted request is scored from the start again.
         if position == known + len(new) and position < len(request.prompt):
-            new.append(read_logprobs(top, row, i, request.prompt[position], width))
+            new.append(_read(top, row, i, request.prompt[position], width))
     return new

@@ -53,23 +53,19 @@ class Simulated(NoPrograms):
     def __init__(
         self,
         language: Language,
+        memory: SlotMemory,
         *,
-        slots: int,
-        pages: int,
-        page_size: int,
-        shards: int = 1,
         seconds: float = 0.0,
         margins: bool = False,
     ) -> None:
-        """pages: per data shard. seconds: duration of a step on the device.
+        """seconds: duration of a step on the device.
 
         margins: whether results have margins of drafts; right drafts have higher margins, mostly.
         """
-        super().__init__(shards)
+        super().__init__(memory.shards)
         self.language, self._seconds, self._margins = language, seconds, margins
-        self._sizes = slots, pages, page_size, shards
         self.launched, self._busy_until = 0, 0.0
-        self._memory = SlotMemory(*self._sizes)
+        self._memory = memory
 
     @property
     def page_bytes(self) -> int:
@@ -116,7 +112,7 @@ class Simulated(NoPrograms):
                 for array in self._memory.arrays:
                     array[:] = 0
             case launches.AllocateCache():
-                self._memory = SlotMemory(*self._sizes)
+                self._memory = self._memory.anew()
             case _:
                 raise TypeError(f"a simulated device has no {type(launch).__name__}: nothing is counted")
         return lambda: None
@@ -232,7 +228,7 @@ class Simulated(NoPrograms):
         self, key: StepKey, drafts: dict[int, list[int]], margins: np.ndarray, estimate: np.ndarray
     ) -> dict[int, list[int]]:
         """The drafts that a step verifies which does not verify all."""
-        shards, most = self._sizes[3], np.array([len(drafts.get(i, ())) for i in range(key.slots)])
+        shards, most = self._memory.shards, np.array([len(drafts.get(i, ())) for i in range(key.slots)])
         given, count = estimate[Source.NEXTN], (key.kept or 0) * key.slots // shards
         parts = zip(np.split(margins, shards), np.split(most, shards), strict=True)
         counts = np.concatenate([likeliest(own, room, given, count) for own, room in parts])
@@ -321,7 +317,7 @@ class Simulated(NoPrograms):
         if (
             slot.active
             or (slot.begun and begin != slot.length)
-            or (not slot.begun and begin % self._sizes[2])
+            or (not slot.begun and begin % self._memory.page_size)
         ):
             raise Violation(f"a chunk of slot {number} begins at {begin}, its rows end at {slot.length}")
         self._memory.check(number, end, key.pages)

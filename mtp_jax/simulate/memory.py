@@ -49,15 +49,22 @@ class SlotMemory:
         slots: slots by number, once a request was put there.
         arrays: contents of pages: rows and the drafter's entries, uint64 [pages, page_size], and beside each
             page the hidden state at its end.
+        page_size: entries of a page.
+        shards: number of data shards.
     """
 
     def __init__(self, slots: int, pages: int, page_size: int, shards: int) -> None:
-        self._per_shard, self._spare, self._size = slots // shards, pages, page_size
+        self._sizes, self.shards = (slots, pages, page_size, shards), shards
+        self._per_shard, self._spare, self.page_size = slots // shards, pages, page_size
         every = (pages + 1) * shards
         self._rows, self._entries = (np.zeros((every, page_size), np.uint64) for _ in range(2))
         self._boundary = np.zeros(every, np.uint64)
         self.arrays = self._rows, self._entries, self._boundary
         self.slots: dict[int, Slot] = {}
+
+    def anew(self) -> "SlotMemory":
+        """An empty memory of the same sizes."""
+        return SlotMemory(*self._sizes)
 
     def numbers(self, shard: int, pages: Sequence[int]) -> list[int]:
         """Pages of a data shard, counted over all shards."""
@@ -76,18 +83,18 @@ class SlotMemory:
     def _at(self, number: int, positions: Sequence[int] | range) -> tuple[np.ndarray, np.ndarray]:
         """The pages, counted over all shards, and the entries in them, of a slot's positions."""
         where = np.asarray(positions, np.int64)
-        pages = self.slots[number].table[where // self._size]
-        return self._first(number) + pages, where % self._size
+        pages = self.slots[number].table[where // self.page_size]
+        return self._first(number) + pages, where % self.page_size
 
     def fit(self, number: int, rows: int, columns: int) -> None:
         """Raises Violation if ``rows`` of a slot do not fit in a program's columns of the page table."""
-        if rows > columns * self._size:
-            raise Violation(f"{rows} rows of slot {number} in {columns} pages of {self._size}")
+        if rows > columns * self.page_size:
+            raise Violation(f"{rows} rows of slot {number} in {columns} pages of {self.page_size}")
 
     def check(self, number: int, rows: int, columns: int) -> None:
         """Raises Violation unless a program's columns, and the slot, have pages for ``rows``."""
         self.fit(number, rows, columns)
-        held = self.slots[number].table[: -(-rows // self._size)]
+        held = self.slots[number].table[: -(-rows // self.page_size)]
         if (held >= self._spare).any():
             raise Violation(f"{rows} rows of slot {number}, whose pages are {held.tolist()}")
 
@@ -99,7 +106,7 @@ class SlotMemory:
         pages, at = self._at(number, positions)
         self._entries[pages, at] = np.array(entries, np.uint64)
         for page, position, h in zip(pages, positions, hidden, strict=True):
-            if position % self._size == self._size - 1:
+            if position % self.page_size == self.page_size - 1:
                 self._boundary[page] = h
         slot.pending = hidden[-1]
 

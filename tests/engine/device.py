@@ -10,6 +10,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language
+from mtp_jax.simulate.memory import SlotMemory
 from mtp_jax.text.grammar import Grammars
 from tests.models import TINY, engine_config
 
@@ -18,10 +19,10 @@ class Device(Simulated):
     """Logs when a step is launched, and when its result is read."""
 
     def __init__(self, config: EngineConfig, language: Language | None = None, shards: int = 1) -> None:
-        pages, size = config.pages_per_shard(shards), config.page_size
         language = language or Language(TINY.vocab_size, (0.5,) * config.num_speculative_tokens)
-        sizes = {"slots": config.max_num_seqs, "pages": pages, "page_size": size, "shards": shards}
-        super().__init__(language, **sizes, margins=config.adaptive_verification)
+        pages = config.pages_per_shard(shards)
+        memory = SlotMemory(config.max_num_seqs, pages, config.page_size, shards)
+        super().__init__(language, memory, margins=config.adaptive_verification)
         self.log: list[str] = []
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:

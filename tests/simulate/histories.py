@@ -14,6 +14,7 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language
+from mtp_jax.simulate.memory import SlotMemory
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from tests.models import TINY
 from tests.simulate.oracle import Told, prefix
@@ -57,9 +58,8 @@ class History:
         ends = r.choice([0.0, 0.02])
         self.language = Language(VOCAB, rates, seed, None, (EOS,), ends, frozenset({BROKEN}))
         self.languages = {"0": self.language}
-        pages = self.config.pages_per_shard(self.shards)
-        sizes = {"slots": slots, "pages": pages, "page_size": size, "shards": self.shards}
-        self.device = Watched(self.language, **sizes, margins=ranked)
+        memory = SlotMemory(slots, self.config.pages_per_shard(self.shards), size, self.shards)
+        self.device = Watched(self.language, memory, margins=ranked)
         self.device.any_depth = seed % 2 == 0
         self.engine = Engine(CFG, self.config, self.device, grammars)
         # Measured time must decide nothing: a seed is one history.

@@ -13,7 +13,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language, mix
-from mtp_jax.simulate.memory import Violation
+from mtp_jax.simulate.memory import SlotMemory, Violation
 from tests.engine.device import on_device
 from tests.models import finish
 
@@ -58,7 +58,7 @@ def test_a_step_takes_its_time_after_the_one_before_it(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(Simulated, "clock", staticmethod(lambda: now[0]))
     monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    device = Simulated(SAY, slots=1, pages=4, page_size=4, seconds=0.25)
+    device = Simulated(SAY, SlotMemory(1, 4, 4, 1), seconds=0.25)
     key = StepKey(1, 0, 1, SamplingMode())
     device.compile([key])
     first, second = device.do(Step(key)), device.do(Step(key))

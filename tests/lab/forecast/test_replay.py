@@ -21,6 +21,7 @@ from mtp_jax.lab.planning.published import DEEPSEEK_V3
 from mtp_jax.lab.planning.weights import Storage
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language
+from mtp_jax.simulate.memory import SlotMemory
 from tests.models import TINY, engine_config
 
 CHUNK, STEP, DRAFT = 1.0, 0.1, 0.02
@@ -231,7 +232,7 @@ def test_the_launches_are_those_of_the_device_with_text(shards, keep):
     service = Service(TINY, config, Fixed(), (keep,), shards)
     counted = replay(service, load)
     language = Language(TINY.vocab_size, (keep,) * 3)
-    device = Simulated(language, slots=2 * shards, pages=6, page_size=config.page_size, shards=shards)
+    device = Simulated(language, SlotMemory(2 * shards, 6, config.page_size, shards))
     device.any_depth = False
     engine = Engine(TINY, config, device)
     first, rest = engine.warm_up_keys()
