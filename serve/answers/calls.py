@@ -1,9 +1,11 @@
 """A request to a generating route: its outputs become one answer, or events while they grow."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -66,6 +68,11 @@ class Call(ABC):
 
     def error(self, error: ApiError) -> JsonObject:
         """The event of a failure."""
+        return self.refused(error)
+
+    @staticmethod
+    def refused(error: ApiError) -> JsonObject:
+        """The event of a failure before any other event."""
         return error.body
 
     def take(self, output: RequestOutput) -> RequestOutput:
@@ -75,21 +82,61 @@ class Call(ABC):
     async def respond(self) -> Response:
         """The HTTP response: one answer, or a stream of events."""
         if self.stream:
-            return EventStream(
-                self._events(),
-                warning(self.request),
-                error=lambda error: self.write(self.error(error)),
-                done=self.done,
-                ping=self.ping,
-                ping_seconds=self.server.settings.ping_seconds,
-            )
+            return self._stream(self.events(), self.error, self.request, self.server)
         async with aclosing(self._outputs()) as growing:
             async for _ in growing:
                 pass
         answer = await self._rendered(self.last.values(), lambda: to_json(self.answer()))
         return JsonAnswer(answer, headers=warning(self.request))
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    @classmethod
+    async def respond_to(
+        cls, server: Server, request: Request, stream: bool | None, submitted: "Coroutine[Any, Any, Call]"
+    ) -> Response:
+        """The HTTP response of a request that is being submitted.
+
+        A stream begins after the seconds of a ping at the latest, as proxies wait no longer; an error that
+        is found later is an event.
+        """
+        coming = asyncio.ensure_future(submitted)
+        try:
+            await asyncio.wait({coming}, timeout=server.settings.ping_seconds if stream else None)
+        except asyncio.CancelledError:
+            coming.cancel()
+            raise
+        if coming.done():
+            return await coming.result().respond()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            async with aclosing((await coming).events()) as parts:
+                async for part in parts:
+                    yield part
+
+        def error(error: ApiError) -> JsonObject:
+            began = coming.done() and not coming.cancelled() and coming.exception() is None
+            return coming.result().error(error) if began else cls.refused(error)
+
+        return cls._stream(events(), error, request, server)
+
+    @classmethod
+    def _stream(
+        cls,
+        events: AsyncGenerator[bytes, None],
+        error: Callable[[ApiError], JsonObject],
+        request: Request,
+        server: Server,
+    ) -> Response:
+        return EventStream(
+            events,
+            warning(request),
+            error=lambda found: cls.write(error(found)),
+            done=cls.done,
+            ping=cls.ping,
+            ping_seconds=server.settings.ping_seconds,
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, as bytes."""
         yield self._written(self.begin())
         async with aclosing(self._outputs()) as growing:
             async for prompt, output in growing:

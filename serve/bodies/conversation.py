@@ -77,7 +77,8 @@ class Message(Body):
         """Fields without effect, of the message and its parts."""
         yield from super().unknown(prefix)
         for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            yield from part.unknown(f"{prefix}content.{i}.")
+            if part.model_extra or isinstance(part, Unread):  # there may be thousands, which have neither
+                yield from part.unknown(f"{prefix}content.{i}.")
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
@@ -100,6 +101,13 @@ class Message(Body):
         """Whether the model continues this message."""
         return self.prefix is True or self.partial is True
 
+    @property
+    def characters(self) -> int:
+        """Length of its text, about as JSON has it."""
+        if self.content is None or isinstance(self.content, str):
+            return len(_JSON_TEXT) + len(self.content or "")
+        return sum(len(_JSON_PART) + len(part.text) for part in self.content)
+
     def for_template(self) -> JsonObject:
         """The message as chat templates expect it: text as one string, "system" for "developer"."""
         content = self.content
@@ -116,6 +124,10 @@ class Message(Body):
             return {"role": self.role, "content": content or None, "tool_calls": calls, **extra}
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content or "", **extra}
+
+
+_BESIDE_TEXT = {name for name in Message.model_fields if name != "content"}
+_JSON_TEXT, _JSON_PART = '"content":"",', '{"type":"text","text":""},'
 
 
 def paired(messages: Sequence[Message]) -> list[Message]:
@@ -229,8 +241,11 @@ class Conversation(Switches):
     @property
     def characters(self) -> int:
         """Approximate length of the rendered conversation: the length of its JSON."""
-        told = self.model_dump_json(include={"messages", "tools", "chat_template_kwargs"}, exclude_none=True)
-        return len(told)
+        # The texts are nearly all of it, and need not be written for their length.
+        told = {"tools": True, "chat_template_kwargs": True, "messages": {"__all__": _BESIDE_TEXT}}
+        return len(self.model_dump_json(include=told, exclude_none=True)) + sum(
+            message.characters for message in self.messages
+        )
 
     @property
     def functions(self) -> list[ToolBody]:

@@ -1,6 +1,7 @@
 """Kinds of fields of request bodies, and the objects inside them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -138,6 +139,12 @@ Prompts = Annotated[
 ]
 
 
+@cache
+def _names(kind: type[BaseModel]) -> tuple[str, ...]:
+    """The names of a body's fields, which pydantic makes anew each time."""
+    return tuple(kind.model_fields)
+
+
 class Body(BaseModel):
     """A JSON object; unknown fields are kept for a warning.
 
@@ -154,15 +161,16 @@ class Body(BaseModel):
     def _counted(cls, value: object, info: ValidationInfo) -> object:
         """Count an object of a request; a conversion of bodies has no count."""
         if isinstance(info.context, Objects) and isinstance(value, dict):
-            info.context.add(value, len(cls.model_fields))
+            info.context.add(value, len(_names(cls)))
         return value
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
         """Paths of unknown fields that are not null."""
-        known = {"cache_control", *self.without_effect}  # every prefix is cached
-        extra = (self.model_extra or {}).items()
-        yield from (prefix + name for name, value in extra if value is not None and name not in known)
-        for name in self.__class__.model_fields:
+        for name, value in (self.model_extra or {}).items():
+            # Every prefix is cached.
+            if value is not None and name != "cache_control" and name not in self.without_effect:
+                yield prefix + name
+        for name in _names(self.__class__):
             value = getattr(self, name)
             if isinstance(value, Body):
                 yield from value.unknown(f"{prefix}{name}.")

@@ -91,29 +91,32 @@ class _DocumentBlock(Body):
         return self.source.data
 
 
+_KINDS = {
+    "text": "a text",
+    "search_result": "a result",
+    "tool_reference": "a reference",
+    "browser_state": "a browser",
+}
+_TAGS = {
+    **_KINDS,
+    "thinking": "a thought",
+    "tool_use": "a call",
+    "tool_result": "a result of a call",
+    "compaction": "a summary",
+    **dict.fromkeys(("tool_addition", "tool_removal"), "a change of tools"),
+}
+
+
 def _written(value: object) -> str:
     """The tag of a block that may stand in any message."""
     kind = kind_of(value)
     if kind == "document":  # other sources are files
         return "a document" if kind_of(member(value, "source")) in ("text", "content") else "another block"
-    own = {
-        "text": "a text",
-        "search_result": "a result",
-        "tool_reference": "a reference",
-        "browser_state": "a browser",
-    }
-    return own.get(kind or "", "another block")
+    return _KINDS.get(kind or "", "another block")
 
 
 def _any_block(value: object) -> str:
-    own = {
-        "thinking": "a thought",
-        "tool_use": "a call",
-        "tool_result": "a result of a call",
-        "compaction": "a summary",
-        **dict.fromkeys(("tool_addition", "tool_removal"), "a change of tools"),
-    }
-    return own.get(kind_of(value) or "") or _written(value)
+    return _TAGS.get(kind_of(value) or "") or _written(value)
 
 
 _Written = (

@@ -28,8 +28,12 @@ from serve.bodies.schema import ChatBody
 async def chat_completions(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ChatBody)
-    asked = await ask(server, request, body, body.rid or f"chatcmpl-{new_id()}")
-    return await _Chat(server, request, body, asked).respond()
+
+    async def submitted() -> _Chat:
+        asked = await ask(server, request, body, body.rid or f"chatcmpl-{new_id()}")
+        return _Chat(server, request, body, asked)
+
+    return await _Chat.respond_to(server, request, body.stream, submitted())
 
 
 class _Chat(ChoicesCall):

@@ -26,8 +26,12 @@ async def completions(server: Server, request: Request) -> Response:
     defaults = server.allm.about.sampling_defaults
     params = body.params(most, body.stream, body.logprobs, scored, defaults=defaults)
     name, prompts = body.rid or f"cmpl-{new_id()}", [_prompt(server, body, p) for p in body.prompts]
-    streams = await submit(server, request, body, prompts, params, name)
-    return await _Completions(server, request, body, streams, name).respond()
+
+    async def submitted() -> _Completions:
+        streams = await submit(server, request, body, prompts, params, name)
+        return _Completions(server, request, body, streams, name)
+
+    return await _Completions.respond_to(server, request, body.stream, submitted())
 
 
 def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> str | list[int] | LazyPrompt:

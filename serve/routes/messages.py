@@ -30,8 +30,12 @@ async def messages(server: Server, request: Request) -> Response:
     if body.thread is not None:
         raise ApiError(400, _NO_THREADS, "thread", details=_SEND_ALL)
     tools = body.client_tools
-    asked = await ask(server, request, body.conversation(), f"msg_{new_id()}", tools.also)
-    return await _Messages(server, request, asked, body.stream, tools).respond()
+
+    async def submitted() -> _Messages:
+        asked = await ask(server, request, body.conversation(), f"msg_{new_id()}", tools.also)
+        return _Messages(server, request, asked, body.stream, tools)
+
+    return await _Messages.respond_to(server, request, body.stream, submitted())
 
 
 async def count_tokens(server: Server, request: Request) -> Response:
@@ -90,7 +94,8 @@ class _Messages(AssistantCall):
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
         yield {"type": "message_stop"}
 
-    def error(self, error: ApiError) -> JsonObject:
+    @staticmethod
+    def refused(error: ApiError) -> JsonObject:
         """The event of an error, in Anthropic's shape."""
         return error.anthropic
 

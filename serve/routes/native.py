@@ -23,10 +23,14 @@ async def generate(server: Server, request: Request) -> Response:
     params = [ask.params(body.stream, defaults) for ask in asks]
     check_room(server, [p.n for p in params])
     names = [ask.rid or new_id() for ask in asks]
-    streams = []
-    for ask, p, name in zip(asks, params, names, strict=True):
-        streams += await submit(server, request, ask.sampling, [ask.prompt], p, name)
-    return await _Generate(server, request, body, streams).respond()
+
+    async def submitted() -> _Generate:
+        streams = []
+        for ask, p, name in zip(asks, params, names, strict=True):
+            streams += await submit(server, request, ask.sampling, [ask.prompt], p, name)
+        return _Generate(server, request, body, streams)
+
+    return await _Generate.respond_to(server, request, body.stream, submitted())
 
 
 class _Generate(Call):

@@ -34,8 +34,12 @@ async def responses(server: Server, request: Request) -> Response:
     """The route."""
     body = await read(server.settings, request, ResponsesBody)
     name, also = f"resp_{new_id()}", body.client_tools.also
-    asked = await ask(server, request, body.conversation(), name, also)
-    return await _Responses(server, request, asked, body).respond()
+
+    async def submitted() -> _Responses:
+        asked = await ask(server, request, body.conversation(), name, also)
+        return _Responses(server, request, asked, body)
+
+    return await _Responses.respond_to(server, request, body.stream, submitted())
 
 
 class _Responses(AssistantCall):
@@ -99,9 +103,14 @@ class _Responses(AssistantCall):
         yield self._event(f"response.{answer['status']}", {"response": answer})
 
     def error(self, error: ApiError) -> JsonObject:
+        """The event of an error, with its number."""
+        return {**self.refused(error), "sequence_number": self._number + 1}
+
+    @staticmethod
+    def refused(error: ApiError) -> JsonObject:
         """The event of an error, in OpenAI's shape."""
         about = {"code": error.code, "message": error.message, "param": error.param}
-        return self._event("error", about)
+        return {"type": "error", "sequence_number": 0, **about}
 
     def _event(self, kind: str, fields: JsonObject) -> JsonObject:
         self._number += 1

@@ -358,7 +358,7 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         (
             {"response_format": {"type": "json_schema"}},
             "response_format",
-            "response_format: json_schema goes with",
+            "response_format: the type json_schema needs json_schema",
         ),
         (
             {"structured_outputs": {"json": []}},

@@ -16,8 +16,11 @@ from starlette.requests import Request
 from serve.base import errors
 from serve.base.errors import as_api_error
 from serve.base.settings import Settings
+from serve.bodies import reading
 from serve.bodies.fields import Body
+from serve.bodies.messages import MessagesBody
 from serve.bodies.reading import read
+from serve.bodies.responses import ResponsesBody
 from serve.bodies.schema import ChatBody
 from serve.http.app import make_app
 from serve.http.in_process import Answer, post
@@ -439,6 +442,30 @@ def test_any_value_in_any_field_costs_little(monkeypatch, payload):
             assert two <= 2.2 * one, (kind, name, one, two)
             assert len(message) < LONGEST_MESSAGE
             assert max(told, default=0) <= ERRORS, (kind, name, message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "most"),
+    [
+        (ChatBody, {"type": "text", "text": "a"}, 7),
+        (MessagesBody, {"type": "text", "text": "a"}, 7),
+        (ResponsesBody, {"type": "input_text", "text": "a"}, 7),
+    ],
+)
+def test_a_part_of_a_message_takes_few_calls(kind, part, most):
+    """12,000 of them come in one body, while other requests wait."""
+
+    def calls(parts: int) -> int:
+        turns = [{"role": "user", "content": [part] * parts}]
+        value = {"input": turns} if kind is ResponsesBody else {"messages": turns, "max_tokens": 1}
+        with counted() as found:
+            body = reading._checked(json.dumps(value).encode(), [kind])
+            assert not list(body.unknown())
+            assert (body if kind is ChatBody else body.conversation()).characters >= parts
+        return found[0]
+
+    calls(10)
+    assert calls(200) - calls(100) <= most * 100
 
 
 @pytest.mark.rest

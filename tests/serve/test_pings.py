@@ -7,13 +7,15 @@ import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
 import serve
-from mtp_jax import LLM
+from mtp_jax import LLM, RequestError
+from serve.answers.calls import Call
 from serve.base.settings import Settings
 from serve.base.sse import COMMENT, EventStream
 from tests.serve.conftest import Running, start
@@ -190,3 +192,90 @@ def test_the_page_reads_past_them(tmp_path: Path):
     given: Any = {"return_completed_process": True, "capture_output": True, "text": True}
     ran = wheel.node([str(tmp_path / "run.mjs")], **given)
     assert ran.stdout.split() == ["1", "2"], ran.stderr
+
+
+@pytest.fixture
+def late(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception | None], None]:
+    """Lets a request be submitted, or refused, once its stream has begun."""
+    begun, submit = list[int](), server.allm.submit
+    stream: Any = Call._stream.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def begins(cls: type[Call], *told: Any) -> Any:
+        begun.append(1)
+        return stream(cls, *told)
+
+    monkeypatch.setattr(Call, "_stream", classmethod(begins))
+
+    def refuse(error: Exception | None) -> None:
+        async def waits(*given: Any, **named: Any) -> Any:
+            while not begun:
+                await asyncio.sleep(0)
+            if error:
+                raise error
+            return await submit(*given, **named)
+
+        monkeypatch.setattr(server.allm, "submit", waits)
+
+    return refuse
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_stream_begins_while_its_prompt_is_made(server: Running, late, path: str):
+    late(None)
+    answer = server.variant(ping_seconds=0.001).post(path, json={**ROUTES[path], "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    told = [line for line in answer.text.splitlines() if line.startswith("data:")]
+    assert len(told) > 1
+    assert '"error":{' not in answer.text
+    assert ("[DONE]" in told[-1]) == (path not in ("/v1/responses", "/v1/messages"))
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_an_error_behind_the_beginning_is_an_event(server: Running, late, path: str):
+    late(RequestError("the grammar is too large"))
+    answer = server.variant(ping_seconds=0.001).post(path, json={**ROUTES[path], "stream": True})
+    assert answer.status_code == 200, answer.text
+    told = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    (found,) = (event for event in told if event.get("type") != "ping")
+    message = found["message"] if path == "/v1/responses" else found["error"]["message"]
+    assert message == "the grammar is too large"
+    assert found.get("type") == (None if "error" in found and path != "/v1/messages" else "error")
+    assert found.get("sequence_number", 0) == 0
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_an_error_that_is_found_at_once_has_its_status(server: Running, monkeypatch, path: str):
+    async def refuses(*given: Any, **named: Any) -> Any:
+        raise RequestError("no")
+
+    monkeypatch.setattr(server.allm, "submit", refuses)
+    for stream in (True, False):
+        answer = server.variant(ping_seconds=3600).post(path, json={**ROUTES[path], "stream": stream})
+        assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")
+
+
+def test_a_request_that_is_cancelled_is_not_submitted():
+    """Else a server that stops would leave its submission behind."""
+
+    async def run() -> None:
+        ended = []
+
+        async def submitted() -> Any:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(1)
+
+        server: Any = SimpleNamespace(settings=Settings("tiny"))
+        request: Any = None
+        task = asyncio.create_task(Call.respond_to(server, request, True, submitted()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0)
+        assert ended
+
+    asyncio.run(run())
