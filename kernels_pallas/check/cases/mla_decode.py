@@ -6,8 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import Case, Inputs, Plan, Work
-from kernels_pallas.mla_decode import bench, reference
+from kernels_pallas.check.baselines import mla_decode as baselines
+from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.mla_decode import reference
 from kernels_pallas.mla_decode.api import mla_decode, splits_of
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, pack
 from kernels_pallas.mla_decode.mosaic_gpu import COMPUTE, PAGE, RANK, ROPE, ROWS
@@ -97,7 +98,7 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(reference.mla_decode, scale=SCALE),
         work=work(shape),
         plan=plan(shape),
-        baselines=bench.baselines(SCALE),
+        baselines=baselines.baselines(SCALE),
     )
 
 
