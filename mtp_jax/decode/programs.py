@@ -25,7 +25,6 @@ from mtp_jax.decode.law import Law
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import DraftAlone, Step
-from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
@@ -139,15 +138,8 @@ class Programs:
         if not self._bookkeeping:
             self._bookkeeping = self._compile_bookkeeping()
 
-    def cover(self, need: StepKey) -> StepKey:
-        """The cheapest compiled key for ``need``, at its depth. Raises ConfigError if there is none."""
-        found = self.find(need)
-        if found is None:
-            raise ConfigError(f"no program covers {need}; compile it first (Engine.prepare)")
-        return found
-
     def find(self, need: StepKey) -> StepKey | None:
-        """``cover``, or None if no program covers ``need``."""
+        """The cheapest compiled key for ``need``, at its depth; None if no program covers it."""
         covering = self._covering
         if need not in covering:
             with self._lock:
