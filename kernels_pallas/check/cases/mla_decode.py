@@ -11,7 +11,7 @@ from kernels_pallas.check.case import Case, Inputs, Plan, Work
 from kernels_pallas.mla_decode import reference
 from kernels_pallas.mla_decode.api import mla_decode, splits_of
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, pack
-from kernels_pallas.mla_decode.mosaic_gpu import COMPUTE, PAGE, RANK, ROPE, ROWS
+from kernels_pallas.mla_decode.thread_block import COMPUTE, PAGE, RANK, ROPE, ROWS
 from kernels_pallas.visible import Window, chain
 
 # DeepSeek-V3's scale without the factor for long contexts: it multiplies queries of 128 + 64 dimensions.
