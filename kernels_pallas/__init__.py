@@ -5,8 +5,22 @@ One folder per operation, the same files in each:
     api.py         the function that a model calls; ``implementation`` chooses kernel or reference
     reference.py   the operation in plain jnp: the oracle, and the implementation without such a GPU
     mosaic_gpu.py  the kernel
-    cases.py       ``shapes()`` at which it is checked, compiled and timed, and the ``case()`` of each
-    bench.py       baselines on a GPU, to compare times with; where there is none, XLA compiles the reference
 
-``checking`` defines a case; ``python -m kernels_pallas.check`` runs the cases on a Hopper machine.
+``measured`` has their times on GPUs. A clone has tools, too, which a wheel leaves out: ``check`` defines
+cases and runs them on a Hopper GPU, ``deviceless`` compiles them without one.
 """
+
+# One folder each.
+KERNELS: tuple[str, ...] = (
+    "mla_decode",
+    "mla_prefill",
+    "mla_low_rank",
+    "mla_absorb",
+    "rms_norm",
+    "router",
+    "expert_layout",
+    "grouped_matmul",
+    "fp8_matmul",
+    "index_scores",
+    "top_k",
+)

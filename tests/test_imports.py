@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 
@@ -124,14 +125,18 @@ WITHOUT_JAX = (
     "wire.signed",
 )
 
-# What computes by kernels, or shares their types.
+# What computes by kernels, chooses among them, or shares their types.
 _NAMES = (
     *("attention.hopper", "attention.latent"),
     *("experts.cpu", "experts.cpu_router", "experts.hopper", "experts.plain"),
     *("products.e4m3", "products.hopper"),
-    *("cache", "indexer", "visible"),
+    *("backend", "cache", "indexer", "visible"),
 )
 OF_KERNELS = tuple(f"mtp_jax.model.{name}" for name in _NAMES)
+
+# What a wheel leaves out, the tools of kernels.
+_WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+OF_A_CLONE = tuple(folder.replace("/", ".") for folder in _WHEEL["exclude"])
 
 # Who starts servers.
 OF_SERVERS = ("commands", "cluster")
@@ -205,6 +210,7 @@ def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
         top = name.split(".")[0]
         if top == "kernels_pallas" and module not in OF_KERNELS:
             yield f"{module} imports {name}; only {' and '.join(OF_KERNELS)} may"
+        yield from fault_of_a_wheel(module, name)
         if top == "serve" and here not in OF_SERVERS:
             yield f"{module} imports {name}; of mtp_jax only {' and '.join(OF_SERVERS)} may"
         if top == "mtp_jax" and part(name) != here and RANK.get(part(name), len(LAYERS)) >= RANK[here]:
@@ -217,8 +223,14 @@ def faults_in_mtp_jax(module: str, source: str) -> Iterator[str]:
             yield f"{module} imports {name}; of the model it may know only {' and '.join(OF_MODEL)}"
 
 
+def fault_of_a_wheel(module: str, name: str) -> Iterator[str]:
+    if name.startswith(OF_A_CLONE) and not module.startswith(OF_A_CLONE):
+        yield f"{module} imports {name}, which a wheel does not hold"
+
+
 def faults_in_kernels(module: str, source: str) -> Iterator[str]:
     for name in imports(module, source):
+        yield from fault_of_a_wheel(module, name)
         if name.split(".")[0] in ("mtp_jax", "serve", "tests", "configs"):
             yield f"{module} imports {name}; kernels stand on jax and numpy alone"
 
@@ -320,6 +332,8 @@ def test_no_private_jax(package):
         ("mtp_jax", "mtp_jax.engine.engine", "from mtp_jax.model.nextn import run"),
         ("mtp_jax", "mtp_jax.api.llm", "from serve.http.app import main"),
         ("kernels_pallas", "kernels_pallas.mla_decode.api", "from mtp_jax.errors import ConfigError"),
+        ("mtp_jax", "mtp_jax.model.backend", "from kernels_pallas.deviceless import target"),
+        ("kernels_pallas", "kernels_pallas.top_k.api", "from kernels_pallas.check.case import Case"),
         ("serve", "serve.http.app", "from mtp_jax.errors import RequestError"),
         ("serve", "serve.http.app", "from mtp_jax import errors"),
         ("serve", "serve.answers.calls", "from serve.routes.chat import ask"),

@@ -108,17 +108,15 @@ class Stages:
         gates = _sigmoid(found * self.w[f"{self.last}.hc_head_scale"] + self.w[f"{self.last}.hc_head_base"])
         return np.einsum("tj,tjd->td", gates + c["hc_eps"], x)
 
-    def drafts(self, newest: int, context: np.ndarray) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """Drafts, the logits that each was chosen by, and the confidence in each."""
-        rows, made, chosen_by, sure = self.block(newest, context), [newest], [], []
+    def drafts(self, newest: int, context: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """Drafts, and the logits that each was chosen by."""
+        rows, made, chosen_by = self.block(newest, context), [newest], []
         logits = self.linear(self.norm(rows, f"{self.last}.norm"), "head")
-        for row, base in zip(rows, logits, strict=True):
+        for base in logits:
             before = self.w[f"{self.last}.markov_head.markov_w1.weight"][made[-1]].astype(np.float64)
             chosen_by.append(base + self.linear(before, f"{self.last}.markov_head.markov_w2"))
-            score = self.linear(np.concatenate([row, before]), f"{self.last}.confidence_head.proj")
-            sure.append(_sigmoid(score[0]))
             made.append(int(chosen_by[-1].argmax()))
-        return made[1:], np.stack(chosen_by), np.array(sure)
+        return made[1:], np.stack(chosen_by)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import jax
 
-from kernels_pallas.checking.case import Case
-from kernels_pallas.checking.device import RATES
-from kernels_pallas.checking.measured import measured
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.case import Case
+from kernels_pallas.check.device import RATES
+from kernels_pallas.check.registry import cases
 from kernels_pallas.deviceless import report, static, step, target
 from kernels_pallas.deviceless.budget import Budget, budgets
 from kernels_pallas.deviceless.prediction import predicted
+from kernels_pallas.measured import measured
 
 ROW = "{:48} {:>4} {:>6} {:>5} {:>16} {:>8} {:>8} {:>8} {:>8} {:>9} {:>11} {:>5}"
 MIB = 2**20

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from math import exp, hypot, log
 from statistics import median
 
-from kernels_pallas.checking.case import Case, Plan, Work
-from kernels_pallas.checking.device import RATES
-from kernels_pallas.checking.measured import newest
+from kernels_pallas.check.case import Case, Plan, Work
+from kernels_pallas.check.device import RATES
 from kernels_pallas.deviceless.budget import Budget, budgets
+from kernels_pallas.measured import newest
 from kernels_pallas.splits import PROCESSORS
 
 # Sources are the tables of docs/kernels.md, unless a comment names another.

@@ -9,20 +9,16 @@ without the collectives between them. The host is left out.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from kernels_pallas.checking.case import Case, Work
-from kernels_pallas.checking.measured import newest
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.case import Case, Work
+from kernels_pallas.check.cases import fp8_matmul, grouped_matmul, mla_absorb, mla_decode, router
+from kernels_pallas.check.registry import cases
 from kernels_pallas.deviceless.prediction import BAND, NODE, START, apart, inside, kernel, launch, ratios
-from kernels_pallas.fp8_matmul import cases as fp8_matmul
 from kernels_pallas.fp8_matmul.api import choose_tile as choose_dense_tile
-from kernels_pallas.grouped_matmul import cases as grouped_matmul
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import few
-from kernels_pallas.mla_absorb import cases as mla_absorb
+from kernels_pallas.measured import newest
 from kernels_pallas.mla_absorb.mosaic_gpu import MOST
-from kernels_pallas.mla_decode import cases as mla_decode
 from kernels_pallas.quantised import whole_tiles
-from kernels_pallas.router import cases as router
 
 # DeepSeek-V3 (arXiv 2412.19437, section 4.2).
 HIDDEN, HEADS, Q_RANK, RANK, NOPE, ROPE = 7168, 128, 1536, 512, 128, 64

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 from kernels_pallas.mla_decode import mosaic_gpu, reference
 from kernels_pallas.mla_decode.fp8_rows import PackedRows
 from kernels_pallas.mla_decode.merging import merge
+from kernels_pallas.mla_decode.thread_block import COMPUTE, PAGE, RANK, ROPE, ROWS
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import MAX_AHEAD, Window
-
-PAGE = mosaic_gpu.PAGE
-"""Rows per page that the kernel takes."""
 
 # The cost of a split beside its rows (loading queries, merging an output), in steps of two pages.
 _SPLIT_COST = 3
@@ -69,14 +67,14 @@ def mla_decode(
     block = mosaic_gpu.rows_per_block(height)
     blocks = height // block
     splits = splits or splits_of(slots * blocks, page_table.shape[1])
-    seen: Any = visible.bits(window, page_table.shape[1] * mosaic_gpu.PAGE)
+    seen: Any = visible.bits(window, page_table.shape[1] * PAGE)
     # A block whose tokens see nothing reads no page, though other blocks of its slot do.
     reads = jnp.arange(blocks) * block < (seen.count * heads)[:, None]
     end = jnp.where(reads, seen.end()[:, None], 0)
     of_slot = (seen.first, seen.length, end, seen.seen_ahead())
     rows = jnp.stack([jnp.broadcast_to(a.reshape(slots, -1), (slots, blocks)) for a in of_slot])
     ahead = jnp.repeat(seen.ancestors, heads, axis=1).reshape(slots, blocks, block)
-    ahead = jnp.pad(ahead, ((0, 0), (0, 0), (0, mosaic_gpu.ROWS - block)))
+    ahead = jnp.pad(ahead, ((0, 0), (0, 0), (0, ROWS - block)))
     out, lse = mosaic_gpu.mla_decode(
         q.reshape(slots, height, -1),
         q_rope.reshape(slots, height, -1),
@@ -95,7 +93,7 @@ def mla_decode(
 
 def splits_of(blocks: int, columns: int) -> int:
     """Splits that finish soonest if slots fill ``columns`` pages; see ``choose_splits``."""
-    return choose_splits(blocks, -(-columns // mosaic_gpu.COMPUTE), _SPLIT_COST)
+    return choose_splits(blocks, -(-columns // COMPUTE), _SPLIT_COST)
 
 
 def check(q: ArrayOrShape, q_rope: ArrayOrShape, pages: ArrayOrShape | PackedRows) -> None:
@@ -105,8 +103,8 @@ def check(q: ArrayOrShape, q_rope: ArrayOrShape, pages: ArrayOrShape | PackedRow
     need(
         "mla_decode",
         ("dtype of queries and cache", dtypes, ({"bfloat16"},)),
-        ("latent rank", rank, (mosaic_gpu.RANK,)),
-        ("rope dimensions", q_rope.shape[-1], (mosaic_gpu.ROPE,)),
-        ("rows per page", rows.shape[1], (mosaic_gpu.PAGE,)),
+        ("latent rank", rank, (RANK,)),
+        ("rope dimensions", q_rope.shape[-1], (ROPE,)),
+        ("rows per page", rows.shape[1], (PAGE,)),
         (f"tokens past the window's most, {MAX_AHEAD + 1},", max(window - MAX_AHEAD - 1, 0), (0,)),
     )

@@ -24,21 +24,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, WORD, PackedRows
-from kernels_pallas.mosaic import (
-    NO_PEAK,
-    WGMMA_ROWS,
-    Interpreter,
-    Ref,
-    RunningSoftmax,
-    Warpgroup,
-    operand_tiles,
-    per_row,
+from kernels_pallas.mla_decode.thread_block import (
+    COMPUTE,
+    FIRST,
+    HALF,
+    LENGTH,
+    PAGE,
+    RANK,
+    ROPE,
+    ROWS,
+    SEEN,
+    Arguments,
+    Barriers,
+    Scratch,
+    ThreadBlock,
+    piece,
+    share_of,
 )
+from kernels_pallas.mosaic import NO_PEAK, Interpreter, Ref, RunningSoftmax, Warpgroup, operand_tiles, per_row
 
-RANK, ROPE, PAGE = 512, 64, 64
-ROWS = WGMMA_ROWS
-HALF = RANK // 2
-COMPUTE = 2  # warpgroups; pages per step, and parts of the latents
 PARTS = HALF // ROPE
 SCALES = RANK // BLOCK
 LOG2E = 1.4426950408889634
@@ -47,9 +51,6 @@ E4M3_IN_F16 = 256.0
 
 # With jax 0.10 a kernel cannot write to its inputs.
 CAN_REUSE = jax.__version_info__ >= (0, 11)
-
-# Lines of the integer array that describes the rows of a slot that a thread block reads.
-FIRST, LENGTH, END, SEEN = range(4)
 
 
 def mla_decode(
@@ -95,209 +96,27 @@ def mla_decode(
     stored = (lax.bitcast_convert_type(pages[0], q.dtype), pages[1]) if fp8 else (pages,)
 
     def kernel(
-        q_ref: Ref, q_rope_ref: Ref, pages_refs: tuple[Ref, ...], table_ref: Ref, rows_ref: Ref,
-        ahead_ref: Ref, lse_ref: Ref, out_refs: tuple[Ref, ...],
-        q_s: Ref, q_rope_s: Ref, ahead_s: Ref, latent_s: Ref, rope_s: Ref,
-        peak_s: Ref, decay_s: Ref, sum_s: Ref,
-        q_ready: Ref, latent_ready: Ref, rope_ready: Ref, latent_freed: Ref, rope_freed: Ref,
-        probs_ready: Ref, sums_ready: Ref,
+        q: Ref, q_rope: Ref, pages: tuple[Ref, ...], table: Ref, rows: Ref, ahead: Ref,
+        lse: Ref, out: tuple[Ref, ...], held: Scratch, barriers: Barriers,
     ) -> None:  # fmt: skip
-        block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
-        num_pages = lax.div(rows_ref[END, slot, block] + (PAGE - 1), PAGE)
-        # All tokens see the pages from the first to, not including, the second.
-        whole_from = lax.div(rows_ref[FIRST, slot, block] + (PAGE - 1), PAGE)
-        whole_to = lax.div(rows_ref[LENGTH, slot, block], PAGE)
-        all_steps = lax.div(num_pages + (COMPUTE - 1), COMPUTE)
-        share = lax.div(all_steps + (splits - 1), splits)
-        start = split * share
-        steps = jnp.maximum(jnp.minimum(start + share, all_steps) - start, 0)
-        # In a page of fewer than 64 rows, further rows are computed from whatever shared memory holds, and
-        # not stored.
-        mine, local = pl.ds(block * count, count), pl.ds(0, count)
-
-        def copy() -> None:
-            plgpu.copy_gmem_to_smem(q_ref.at[slot, mine], q_s.at[local], q_ready)
-            plgpu.copy_gmem_to_smem(q_rope_ref.at[slot, mine], q_rope_s.at[local], q_ready)
-            plgpu.copy_gmem_to_smem(ahead_ref.at[slot, block], ahead_s, q_ready)
-
-            def step(i: jax.Array, _: None) -> None:
-                for buffer in range(COMPUTE):
-                    # An odd last page is copied twice; the mask hides the second copy.
-                    page = table_ref[slot, jnp.minimum(COMPUTE * (start + i) + buffer, num_pages - 1)]
-                    rows = pages_refs[0].at[page]
-                    for half in range(COMPUTE):
-                        freed = latent_freed.at[piece(buffer, half)]
-                        pl.when(i > 0)(lambda freed=freed: plgpu.barrier_wait(freed))
-                        if fp8 and half == 0:  # words fill the second half, and are expanded into both
-                            continue
-                        columns = rows.at[:, pl.ds(0 if fp8 else half * HALF, HALF)]
-                        plgpu.copy_gmem_to_smem(
-                            columns, latent_s.at[buffer, half], latent_ready.at[piece(buffer, half)]
-                        )
-                    pl.when(i > 0)(lambda freed=rope_freed.at[buffer]: plgpu.barrier_wait(freed))
-                    rope = rows.at[:, pl.ds(HALF if fp8 else RANK, ROPE)]
-                    plgpu.copy_gmem_to_smem(rope, rope_s.at[buffer], rope_ready.at[buffer])
-
-            lax.fori_loop(0, steps, step, None)
-
-            @pl.when(steps > 0)
-            def _() -> None:
-                for buffer in range(COMPUTE):
-                    for half in range(COMPUTE):
-                        plgpu.barrier_wait(latent_freed.at[piece(buffer, half)])
-                    plgpu.barrier_wait(rope_freed.at[buffer])
-
-        def scales_of(page: jax.Array) -> tuple[jax.Array, ...]:
-            """Scales of the page's rows, block by block."""
-            here = pages_refs[1].at[table_ref[slot, jnp.minimum(page, num_pages - 1)]]
-            return tuple(wg.gathered_row(here.at[:, block]) * E4M3_IN_F16 for block in range(SCALES))
-
-        def expand(buffer: int, scales: tuple[jax.Array, ...]) -> None:
-            """Words to the latents they hold: each thread replaces the words that it read."""
-
-            def value(byte: jax.Array, scale: jax.Array) -> jax.Array:
-                bits = (byte & 0x7F) << 7 | (byte & 0x80) << 8
-                f16 = lax.bitcast_convert_type(bits, jnp.float16)
-                return (f16.astype(jnp.float32) * per_row(scale, ROPE)).astype(q.dtype)
-
-            for i in range(HALF // BLOCK):
-                low, high = scales[i], scales[i + HALF // BLOCK]
-
-                def part(
-                    j: jax.Array, _: None, i: int = i, low: jax.Array = low, high: jax.Array = high
-                ) -> None:
-                    columns = pl.ds(i * BLOCK + j * ROPE, ROPE)
-                    words = wg.laid_out(latent_s[buffer, 1, :, columns])
-                    words = lax.bitcast_convert_type(words, WORD)
-                    latent_s[buffer, 0, :, columns] = value(words & 0xFF, low)
-                    latent_s[buffer, 1, :, columns] = value(words >> 8, high)
-
-                lax.fori_loop(0, BLOCK // ROPE, part, None)
-            plgpu.commit_smem()
-
-        def scores(buffer: int, page: jax.Array) -> jax.Array:
-            # The scales are requested before the wait for the page, which hides their latency.
-            if fp8:
-                scales = scales_of(page)
-                plgpu.barrier_wait(latent_ready.at[piece(buffer, 1)])
-                expand(buffer, scales)
-
-            def latents(half: int) -> tuple[Ref, Ref]:
-                if not fp8:
-                    plgpu.barrier_wait(latent_ready.at[piece(buffer, half)])
-                return q_s.at[:, pl.ds(half * HALF, HALF)], latent_s.at[buffer, half]
-
-            def rope() -> tuple[Ref, Ref]:
-                plgpu.barrier_wait(rope_ready.at[buffer])
-                return q_rope_s, rope_s.at[buffer]
-
-            s = wg.product((ROWS, PAGE), partial(latents, 0), partial(latents, 1), rope)
-            s = s * (scale * LOG2E)
-
-            def masked(s: jax.Array) -> jax.Array:
-                first, length, seen = (rows_ref[line, slot, block] for line in (FIRST, LENGTH, SEEN))
-
-                def visible(row: jax.Array, bits: jax.Array) -> jax.Array:
-                    bit = lax.shift_right_logical(bits, jnp.clip(row - length, 0, 31)) & 1
-                    return (row >= first) & ((row < length) | (bit == 1))
-
-                # Rows that no token sees may hold NaN, which a probability of 0 does not silence.
-                def silence(j: jax.Array, _: None) -> None:
-                    part = latent_s.at[buffer, lax.div(j, PARTS), :, pl.ds(lax.rem(j, PARTS) * ROPE, ROPE)]
-                    row = wg.iota((PAGE, ROPE), 0) + page * PAGE
-                    kept = visible(row, jnp.full_like(row, seen))
-                    part[...] = jnp.where(kept, wg.laid_out(part[...]), 0).astype(part.dtype)
-
-                lax.fori_loop(0, COMPUTE * PARTS, silence, None)
-                row = wg.iota((ROWS, PAGE), 1) + page * PAGE
-                bits = per_row(wg.row(ahead_s), PAGE)
-                return jnp.where(visible(row, bits), s, -jnp.inf)
-
-            # Only the first and the last pages need a mask.
-            at_edge = (page >= whole_to) | (page < whole_from)
-            return lax.cond(at_edge, masked, lambda s: s, s)
-
-        def publish(buffer: int, peak: jax.Array, decay: jax.Array, probs: jax.Array) -> None:
-            peak_s[buffer, :] = peak
-            decay_s[buffer, :] = decay
-            rope_s[buffer, :, :] = probs.astype(q.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(probs_ready.at[buffer])
-
-        def apply(acc: jax.Array, decay: jax.Array, buffer: int, half: int) -> jax.Array:
-            """The output decayed, plus a page's probabilities times its latents, which are freed."""
-            acc = wg.accumulated(
-                acc * per_row(decay, HALF),
-                lambda: (rope_s.at[buffer], latent_s.at[buffer, half]),
-            )
-            plgpu.barrier_arrive(latent_freed.at[piece(buffer, half)])
-            plgpu.barrier_arrive(rope_freed.at[buffer])
-            return acc
-
-        def finish(half: int, peak: jax.Array, total: jax.Array, acc: jax.Array) -> None:
-            sum_s[half, :] = total
-            plgpu.barrier_arrive(sums_ready)
-            plgpu.barrier_wait(sums_ready)
-            total = jnp.maximum(wg.row(sum_s.at[0]) + wg.row(sum_s.at[1]), 1e-30)
-            # No warpgroup reads the pages any more, so the output is stored through their memory.
-            latent_s[half, half, :, :] = (acc * per_row(1 / total, HALF)).astype(q.dtype)
-            if half == 0:
-                decay_s[half, :] = peak + jnp.log2(total)
-            plgpu.commit_smem()
-            # Over the queries, which only this thread block reads, and both halves have read.
-            out = out_refs[0].at[split] if out_refs else q_ref
-            columns = pl.ds(half * HALF, HALF)
-            plgpu.copy_smem_to_gmem(latent_s.at[half, half, local], out.at[slot, mine, columns])
-            if half == 0:
-                plgpu.copy_smem_to_gmem(decay_s.at[half], lse_ref.at[split, slot, block])
-            plgpu.wait_smem_to_gmem(0)
-
-        def even_step(i: jax.Array, carry: RunningSoftmax) -> RunningSoftmax:
-            peak, total, acc = carry
-            s = scores(0, COMPUTE * (start + i))
-            new = jnp.maximum(peak, s.max(axis=1))
-            decay = jnp.exp2(peak - new)
-            probs = jnp.exp2(s - per_row(new, PAGE))
-            publish(0, new, decay, probs)
-            total = total * decay + probs.sum(axis=1)
-            acc = apply(acc, decay, 0, 0)
-            plgpu.barrier_wait(probs_ready.at[1])
-            new, decay = wg.row(peak_s.at[1]), wg.row(decay_s.at[1])
-            return new, total * decay, apply(acc, decay, 1, 0)
-
-        def odd_step(i: jax.Array, carry: RunningSoftmax) -> RunningSoftmax:
-            unused, total, acc = carry
-            s = scores(1, COMPUTE * (start + i) + 1)
-            peak = s.max(axis=1)
-            plgpu.barrier_wait(probs_ready.at[0])
-            before, even_decay = wg.row(peak_s.at[0]), wg.row(decay_s.at[0])
-            new = jnp.maximum(before, peak)
-            decay = jnp.exp2(before - new)
-            probs = jnp.exp2(s - per_row(new, PAGE))
-            publish(1, new, decay, probs)
-            total = total * even_decay * decay + probs.sum(axis=1)
-            return unused, total, apply(apply(acc, even_decay, 0, 1), decay, 1, 1)
-
-        def compute(half: int) -> None:
-            plgpu.barrier_wait(q_ready)
-            carry = wg.full((ROWS,), NO_PEAK), wg.full((ROWS,), 0.0), wg.full((ROWS, HALF), 0.0)
-            finish(half, *lax.fori_loop(0, steps, odd_step if half else even_step, carry))
-
+        given, share = Arguments(q, q_rope, pages, table, rows, ahead), share_of(rows, splits, count)
+        b = ThreadBlock(wg, scale, share, given, held, barriers, out, lse)
         role = lax.axis_index("warpgroup")
 
         @pl.when(role == COMPUTE)
         def _() -> None:
             plgpu.set_max_registers(24, action="decrease")
-            copy()
+            copy(b)
 
         for half in range(COMPUTE):
 
             @pl.when(role == half)
             def _(half: int = half) -> None:
                 plgpu.set_max_registers(240, action="increase")
-                compute(half)
+                compute(b, half)
 
-    tiles, per_buffer = operand_tiles(q.dtype), (COMPUTE, ROWS)
+    tiles, per_buffer = operand_tiles(q.dtype), plgpu.SMEM((COMPUTE, ROWS), jnp.float32)
+    of_each, of_halves = (plgpu.Barrier(num_barriers=n) for n in (COMPUTE, COMPUTE * COMPUTE))
     run = plgpu.kernel(
         kernel,
         kernel_name="mla_decode",
@@ -306,21 +125,25 @@ def mla_decode(
             () if in_place else (jax.ShapeDtypeStruct((splits, slots, height, RANK), q.dtype),),
         ),
         scratch_types=[
-            plgpu.SMEM((ROWS, RANK), q.dtype, transforms=tiles),
-            plgpu.SMEM((ROWS, ROPE), q.dtype, transforms=tiles),
-            plgpu.SMEM((ROWS,), jnp.int32),
-            plgpu.SMEM((COMPUTE, COMPUTE, PAGE, HALF), q.dtype, transforms=tiles),
-            plgpu.SMEM((COMPUTE, PAGE, ROPE), q.dtype, transforms=tiles),
-            plgpu.SMEM(per_buffer, jnp.float32),
-            plgpu.SMEM(per_buffer, jnp.float32),
-            plgpu.SMEM(per_buffer, jnp.float32),
-            plgpu.Barrier(num_arrivals=3),
-            plgpu.Barrier(num_barriers=COMPUTE * COMPUTE),
-            plgpu.Barrier(num_barriers=COMPUTE),
-            plgpu.Barrier(num_barriers=COMPUTE * COMPUTE),
-            plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
-            plgpu.Barrier(num_barriers=COMPUTE),
-            plgpu.Barrier(num_arrivals=COMPUTE),
+            Scratch(
+                q=plgpu.SMEM((ROWS, RANK), q.dtype, transforms=tiles),
+                q_rope=plgpu.SMEM((ROWS, ROPE), q.dtype, transforms=tiles),
+                ahead=plgpu.SMEM((ROWS,), jnp.int32),
+                latent=plgpu.SMEM((COMPUTE, COMPUTE, PAGE, HALF), q.dtype, transforms=tiles),
+                rope=plgpu.SMEM((COMPUTE, PAGE, ROPE), q.dtype, transforms=tiles),
+                peak=per_buffer,
+                decay=per_buffer,
+                total=per_buffer,
+            ),
+            Barriers(
+                q=plgpu.Barrier(num_arrivals=3),
+                latent=of_halves,
+                rope=of_each,
+                latent_freed=of_halves,
+                rope_freed=plgpu.Barrier(num_barriers=COMPUTE, num_arrivals=COMPUTE),
+                probs=of_each,
+                sums=plgpu.Barrier(num_arrivals=COMPUTE),
+            ),
         ],
         # The last axis starts first, so that blocks with the same pages run together and share the L2 cache.
         grid=(slots, splits, height // count),
@@ -338,9 +161,199 @@ def mla_decode(
     return jax.freeze(reused)[None], lse
 
 
-def piece(buffer: int, half: int) -> int:
-    """The index of a half of a page among the barriers of both halves."""
-    return buffer * COMPUTE + half
+# The warpgroup that copies
+
+
+def copy(b: ThreadBlock) -> None:
+    """Copy the queries, then all pages, each piece when the one before it in its place is free."""
+    share, given, held, barriers = b.share, b.given, b.held, b.barriers
+    plgpu.copy_gmem_to_smem(given.q.at[share.slot, share.mine], held.q.at[share.local], barriers.q)
+    plgpu.copy_gmem_to_smem(given.q_rope.at[share.slot, share.mine], held.q_rope.at[share.local], barriers.q)
+    plgpu.copy_gmem_to_smem(given.ahead.at[share.slot, share.block], held.ahead, barriers.q)
+
+    def step(i: jax.Array, _: None) -> None:
+        for buffer in range(COMPUTE):
+            # An odd last page is copied twice; the mask hides the second copy.
+            page = given.table[share.slot, jnp.minimum(COMPUTE * (share.start + i) + buffer, share.pages - 1)]
+            rows = given.pages[0].at[page]
+            for half in range(COMPUTE):
+                at = piece(buffer, half)
+                pl.when(i > 0)(partial(plgpu.barrier_wait, barriers.latent_freed.at[at]))
+                if b.fp8 and half == 0:  # words fill the second half, and are expanded into both
+                    continue
+                columns = rows.at[:, pl.ds(0 if b.fp8 else half * HALF, HALF)]
+                plgpu.copy_gmem_to_smem(columns, held.latent.at[buffer, half], barriers.latent.at[at])
+            pl.when(i > 0)(partial(plgpu.barrier_wait, barriers.rope_freed.at[buffer]))
+            rope = rows.at[:, pl.ds(HALF if b.fp8 else RANK, ROPE)]
+            plgpu.copy_gmem_to_smem(rope, held.rope.at[buffer], barriers.rope.at[buffer])
+
+    lax.fori_loop(0, share.steps, step, None)
+
+    @pl.when(share.steps > 0)
+    def _() -> None:
+        for buffer in range(COMPUTE):
+            for half in range(COMPUTE):
+                plgpu.barrier_wait(barriers.latent_freed.at[piece(buffer, half)])
+            plgpu.barrier_wait(barriers.rope_freed.at[buffer])
+
+
+# The warpgroups that compute
+
+
+def compute(b: ThreadBlock, half: int) -> None:
+    """Score every second page, and make one half of the output of all pages."""
+    wg = b.wg
+    plgpu.barrier_wait(b.barriers.q)
+    carry = wg.full((ROWS,), NO_PEAK), wg.full((ROWS,), 0.0), wg.full((ROWS, HALF), 0.0)
+    step = partial(odd_step if half else even_step, b)
+    finish(b, half, *lax.fori_loop(0, b.share.steps, step, carry))
+
+
+def even_step(b: ThreadBlock, i: jax.Array, carry: RunningSoftmax) -> RunningSoftmax:
+    """Score the first page of step i; mix both pages into the first half of the output."""
+    peak, total, acc = carry
+    s = scores(b, 0, COMPUTE * (b.share.start + i))
+    new = jnp.maximum(peak, s.max(axis=1))
+    decay = jnp.exp2(peak - new)
+    probs = jnp.exp2(s - per_row(new, PAGE))
+    publish(b, 0, new, decay, probs)
+    total = total * decay + probs.sum(axis=1)
+    acc = mix(b, acc, decay, 0, 0)
+    plgpu.barrier_wait(b.barriers.probs.at[1])
+    new, decay = b.wg.row(b.held.peak.at[1]), b.wg.row(b.held.decay.at[1])
+    return new, total * decay, mix(b, acc, decay, 1, 0)
+
+
+def odd_step(b: ThreadBlock, i: jax.Array, carry: RunningSoftmax) -> RunningSoftmax:
+    """Score the second page of step i, after the first; mix both pages into the second half of the output."""
+    unused, total, acc = carry
+    s = scores(b, 1, COMPUTE * (b.share.start + i) + 1)
+    peak = s.max(axis=1)
+    plgpu.barrier_wait(b.barriers.probs.at[0])
+    before, even_decay = b.wg.row(b.held.peak.at[0]), b.wg.row(b.held.decay.at[0])
+    new = jnp.maximum(before, peak)
+    decay = jnp.exp2(before - new)
+    probs = jnp.exp2(s - per_row(new, PAGE))
+    publish(b, 1, new, decay, probs)
+    total = total * even_decay * decay + probs.sum(axis=1)
+    return unused, total, mix(b, mix(b, acc, even_decay, 0, 1), decay, 1, 1)
+
+
+def scores(b: ThreadBlock, buffer: int, page: jax.Array) -> jax.Array:
+    """Scores [64, 64] of a page's rows, in powers of two, -inf where a token does not see a row."""
+    wg, held, barriers = b.wg, b.held, b.barriers
+    # The scales are requested before the wait for the page, which hides their latency.
+    if b.fp8:
+        scales = scales_of(b, page)
+        plgpu.barrier_wait(barriers.latent.at[piece(buffer, 1)])
+        expand(b, buffer, scales)
+
+    def latents(half: int) -> tuple[Ref, Ref]:
+        if not b.fp8:
+            plgpu.barrier_wait(barriers.latent.at[piece(buffer, half)])
+        return held.q.at[:, pl.ds(half * HALF, HALF)], held.latent.at[buffer, half]
+
+    def rope() -> tuple[Ref, Ref]:
+        plgpu.barrier_wait(barriers.rope.at[buffer])
+        return held.q_rope, held.rope.at[buffer]
+
+    s = wg.product((ROWS, PAGE), partial(latents, 0), partial(latents, 1), rope)
+    s = s * (b.scale * LOG2E)
+    # Only the first and the last pages need a mask.
+    at_edge = (page >= b.share.whole_to) | (page < b.share.whole_from)
+    return lax.cond(at_edge, partial(masked, b, buffer, page), lambda s: s, s)
+
+
+def masked(b: ThreadBlock, buffer: int, page: jax.Array, s: jax.Array) -> jax.Array:
+    """Scores of visible rows; in shared memory, latents of rows that no token sees become 0."""
+    wg, latent = b.wg, b.held.latent
+    first, length, seen = (b.given.rows[line, b.share.slot, b.share.block] for line in (FIRST, LENGTH, SEEN))
+
+    def visible(row: jax.Array, bits: jax.Array) -> jax.Array:
+        bit = lax.shift_right_logical(bits, jnp.clip(row - length, 0, 31)) & 1
+        return (row >= first) & ((row < length) | (bit == 1))
+
+    # Rows that no token sees may hold NaN, which a probability of 0 does not silence.
+    def silence(j: jax.Array, _: None) -> None:
+        part = latent.at[buffer, lax.div(j, PARTS), :, pl.ds(lax.rem(j, PARTS) * ROPE, ROPE)]
+        row = wg.iota((PAGE, ROPE), 0) + page * PAGE
+        kept = visible(row, jnp.full_like(row, seen))
+        part[...] = jnp.where(kept, wg.laid_out(part[...]), 0).astype(part.dtype)
+
+    lax.fori_loop(0, COMPUTE * PARTS, silence, None)
+    row = wg.iota((ROWS, PAGE), 1) + page * PAGE
+    bits = per_row(wg.row(b.held.ahead), PAGE)
+    return jnp.where(visible(row, bits), s, -jnp.inf)
+
+
+def scales_of(b: ThreadBlock, page: jax.Array) -> tuple[jax.Array, ...]:
+    """Scales of the page's rows, block by block."""
+    here = b.given.pages[1].at[b.given.table[b.share.slot, jnp.minimum(page, b.share.pages - 1)]]
+    return tuple(b.wg.gathered_row(here.at[:, block]) * E4M3_IN_F16 for block in range(SCALES))
+
+
+def expand(b: ThreadBlock, buffer: int, scales: tuple[jax.Array, ...]) -> None:
+    """Words to the latents they hold: each thread replaces the words that it read."""
+    latent = b.held.latent
+
+    def value(byte: jax.Array, scale: jax.Array) -> jax.Array:
+        bits = (byte & 0x7F) << 7 | (byte & 0x80) << 8
+        f16 = lax.bitcast_convert_type(bits, jnp.float16)
+        return (f16.astype(jnp.float32) * per_row(scale, ROPE)).astype(latent.dtype)
+
+    for i in range(HALF // BLOCK):
+        low, high = scales[i], scales[i + HALF // BLOCK]
+
+        def part(j: jax.Array, _: None, i: int = i, low: jax.Array = low, high: jax.Array = high) -> None:
+            columns = pl.ds(i * BLOCK + j * ROPE, ROPE)
+            words = b.wg.laid_out(latent[buffer, 1, :, columns])
+            words = lax.bitcast_convert_type(words, WORD)
+            latent[buffer, 0, :, columns] = value(words & 0xFF, low)
+            latent[buffer, 1, :, columns] = value(words >> 8, high)
+
+        lax.fori_loop(0, BLOCK // ROPE, part, None)
+    plgpu.commit_smem()
+
+
+def publish(b: ThreadBlock, buffer: int, peak: jax.Array, decay: jax.Array, probs: jax.Array) -> None:
+    """Give both warpgroups a page's probabilities, their peak, and the factor of the output before."""
+    b.held.peak[buffer, :] = peak
+    b.held.decay[buffer, :] = decay
+    b.held.rope[buffer, :, :] = probs.astype(b.held.rope.dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(b.barriers.probs.at[buffer])
+
+
+def mix(b: ThreadBlock, acc: jax.Array, decay: jax.Array, buffer: int, half: int) -> jax.Array:
+    """The output decayed, plus a page's probabilities times its latents, which are freed."""
+    acc = b.wg.accumulated(
+        acc * per_row(decay, HALF),
+        lambda: (b.held.rope.at[buffer], b.held.latent.at[buffer, half]),
+    )
+    plgpu.barrier_arrive(b.barriers.latent_freed.at[piece(buffer, half)])
+    plgpu.barrier_arrive(b.barriers.rope_freed.at[buffer])
+    return acc
+
+
+def finish(b: ThreadBlock, half: int, peak: jax.Array, total: jax.Array, acc: jax.Array) -> None:
+    """Store a half of the output, and of the first half's warpgroup the sum of exponentials."""
+    share, held = b.share, b.held
+    held.total[half, :] = total
+    plgpu.barrier_arrive(b.barriers.sums)
+    plgpu.barrier_wait(b.barriers.sums)
+    total = jnp.maximum(b.wg.row(held.total.at[0]) + b.wg.row(held.total.at[1]), 1e-30)
+    # No warpgroup reads the pages any more, so the output is stored through their memory.
+    held.latent[half, half, :, :] = (acc * per_row(1 / total, HALF)).astype(held.latent.dtype)
+    if half == 0:
+        held.decay[half, :] = peak + jnp.log2(total)
+    plgpu.commit_smem()
+    # Over the queries, which only this thread block reads, and both halves have read.
+    out = b.out[0].at[share.split] if b.out else b.given.q
+    columns = pl.ds(half * HALF, HALF)
+    plgpu.copy_smem_to_gmem(held.latent.at[half, half, share.local], out.at[share.slot, share.mine, columns])
+    if half == 0:
+        plgpu.copy_smem_to_gmem(held.decay.at[half], b.lse.at[share.split, share.slot, share.block])
+    plgpu.wait_smem_to_gmem(0)
 
 
 def rows_per_block(height: int) -> int:

@@ -130,7 +130,7 @@ class Programs:
             self._bookkeeping = self._compile_bookkeeping()
 
     def find(self, need: StepKey) -> StepKey | None:
-        """The cheapest compiled key for ``need``, at its depth, or None if no program covers it."""
+        """The cheapest compiled key for ``need``, at its depth; None if no program covers it."""
         covering = self._covering
         if need not in covering:
             with self._lock:

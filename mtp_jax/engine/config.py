@@ -180,8 +180,8 @@ class EngineOptions:
     )
     kernels: KernelChoice = option(
         "auto",
-        "GPU kernels: where there is one for the device and the shapes (auto), none (xla), or nothing else, "
-        "which may be an error (mosaic_gpu)",
+        "GPU kernels: where a measured one takes the device and the shapes (auto), none (xla), or nothing "
+        "else, which may be an error (mosaic_gpu)",
         choices=get_args(KernelChoice),
         subject=MODEL,
     )

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas import KERNELS, measured
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import hyper
 from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
@@ -65,7 +66,7 @@ from mtp_jax.model.params import (
 )
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
-from mtp_jax.model.products.hopper import PARTS, HopperProducts
+from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
 from mtp_jax.model.products.stream import Parts, ProductResult, summed
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
@@ -343,7 +344,7 @@ def mosaic_gpu(
     experts: Way = "sparse",
     exchange: Exchange | None = None,
     micro_batches: int = 1,
-    kernels: frozenset[str] = PARTS,
+    kernels: frozenset[str] = frozenset(KERNELS),
     strict: bool = False,
 ) -> Backend:
     """Kernels on a Hopper GPU (docs/kernels.md); see ``HopperProducts`` for ``kernels`` and ``strict``."""
@@ -362,10 +363,10 @@ def backend(
 ) -> Backend:
     """The fastest backend for the device, or the backend that ``kernels`` names.
 
-    kernels: "auto": kernels on a Hopper GPU where there are any for the shapes; "xla": none; "mosaic_gpu":
-    kernels, and a ConfigError for shapes that they cannot take. exchange, room: the way of rows to the
-    experts of other devices (see ``exchange.exchange_of``). micro_batches: see its module. Raises
-    ConfigError.
+    kernels: "auto": on a Hopper GPU, kernels of which a time on a card is on record, for shapes that they can
+    take; "xla": none; "mosaic_gpu": kernels, and a ConfigError for shapes that they cannot take. exchange,
+    room: the way of rows to the experts of other devices (see ``exchange.exchange_of``). micro_batches: see
+    its module. Raises ConfigError.
     """
     mesh = with_auto_axes(mesh)
     by = exchange_of(exchange, room, mesh)
@@ -380,8 +381,10 @@ def backend(
             "kernels = 'mosaic_gpu' needs an NVIDIA GPU of the Hopper generation (H100, H200); found "
             f"{found}; take kernels=auto or kernels=xla"
         )
-    if kernels == "mosaic_gpu" or (kernels == "auto" and is_hopper()):
-        return mosaic_gpu(mesh, exchange=by, micro_batches=micro_batches, strict=kernels == "mosaic_gpu")
+    if kernels == "mosaic_gpu":
+        return mosaic_gpu(mesh, exchange=by, micro_batches=micro_batches, strict=True)
+    if kernels == "auto" and is_hopper():
+        return mosaic_gpu(mesh, exchange=by, micro_batches=micro_batches, kernels=measured.kernels())
     if platform() == "cpu":
         return xla_cpu(mesh, exchange=by, micro_batches=micro_batches, matrices=multiplies_bf16())
     return xla(mesh, exchange=by, micro_batches=micro_batches)

@@ -20,7 +20,7 @@ from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.params import init_params
 from mtp_jax.model.visible import chain
-from tests.operations import operations
+from tests.engine.operations import operations
 
 PAGE, WINDOW = 64, 4
 

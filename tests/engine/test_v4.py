@@ -205,13 +205,13 @@ def test_stages_draft_and_are_accepted_as_their_formulas_say():
     logits, streams = map(np.asarray, forward(tiny_params(cfg), jnp.asarray([text]), cfg))
     assert logits[begin - 1 : -1].argmax(-1).tolist() == request.progress.output
     first, ids, chosen_by = propose(engine, prompt, 4)
-    drafts, by, _ = plain.drafts(first, plain.context(streams[:begin]))
+    drafts, by = plain.drafts(first, plain.context(streams[:begin]))
     assert ids.tolist() == drafts
     near(chosen_by, by, of_model(cfg, len(prompt) + 4))
     for depth in (4, 1, 3):
         newest, counts = begin, []
         while newest < begin + tokens - 1:
-            drafts, _, _ = plain.drafts(text[newest], plain.context(streams[:newest]))
+            drafts, _ = plain.drafts(text[newest], plain.context(streams[:newest]))
             same = np.equal(drafts[:depth], text[newest + 1 : newest + 1 + depth])
             counts.append(int(np.cumprod(same).sum()))
             newest += counts[-1] + 1

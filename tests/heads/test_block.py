@@ -55,12 +55,10 @@ def forward(variant: str) -> dict[str, Any]:
         caches = module.write(params, ON, context, jnp.arange(ids.shape[1])[None], table, empty)
         x = module.run(params, ON, newest, module.seen(length, jnp.asarray([True])), table, caches)
         z = module.normed(params, x)
-        logits, drafts, by, sure = module.logits(params, ON, z), [newest], [], []
+        logits, drafts, by = module.logits(params, ON, z), [newest], []
         for k in range(module.head.most_drafts):
             row, states = logits[:, first + k], z[:, first + k]
             by.append(module.after(params, states, row, drafts[-1]))
-            if module.head.confidence:
-                sure.append(module.confidence(params, x[:, first + k], drafts[-1])[0])
             drafts.append(jnp.argmax(by[-1], axis=-1))
         return {
             "aux": jnp.concatenate(taps, axis=-1)[0],
@@ -70,7 +68,6 @@ def forward(variant: str) -> dict[str, Any]:
             "logits": logits[0],
             "draft_logits": jnp.concatenate(by),
             "drafts": jnp.concatenate(drafts[1:]),
-            "confidence": sure,
         }
 
     taps = [found_streams[number] for number in module.head.taps]
@@ -91,11 +88,10 @@ def test_the_head_computes_what_the_oracle_does(variant: str):
     near(got["draft_logits"], want["draft_logits"], terms(variant))
 
 
-def test_the_bias_and_the_confidence_of_dspark():
+def test_the_bias_of_dspark():
     got, want = forward("dspark"), expected("dspark")
     bias = got["draft_logits"] - got["logits"]
     near(bias, want["markov_bias"], terms("dspark"), size=np.abs(got["draft_logits"]).max())
-    near(got["confidence"], want["confidence"], terms("dspark"))
 
 
 def test_the_candidates_of_dflash2():
@@ -178,7 +174,7 @@ def test_tables_that_stay_narrow_choose_the_same_drafts(variant: str, rng: np.ra
     found = loaded(variant)
     module, head = Blocks(found.config), found.params.drafter
     assert isinstance(head, BlockHead)
-    parts = {"markov": head.markov, "selector": head.selector, "confidence": head.confidence}
+    parts = {"markov": head.markov, "selector": head.selector}
 
     def stored(narrow: bool) -> Params:
         def one(a: jax.Array) -> Any:
@@ -191,11 +187,7 @@ def test_tables_that_stay_narrow_choose_the_same_drafts(variant: str, rng: np.ra
     z, logits = (jnp.asarray(rng.normal(size=(3, n)).astype(np.float32)) for n in (width, 80))
     previous = jnp.asarray([1, 5, 7])
 
-    @jax.jit
-    def chosen_by(params: Params) -> list[jax.Array]:
-        sure = [module.confidence(params, z, previous)] if module.head.confidence else []
-        return [module.after(params, z, logits, previous), *sure]
-
+    choose = jax.jit(module.after)
+    narrow, wide = (choose(stored(kept), z, logits, previous) for kept in (True, False))
     # Sums over the hidden states, at most, and over the rank of what is added.
-    for narrow, wide in zip(*(chosen_by(stored(kept)) for kept in (True, False)), strict=True):
-        near(narrow, wide, 2 * width)
+    near(narrow, wide, 2 * width)

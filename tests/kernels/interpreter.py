@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels_pallas.checking.case import Case
+from kernels_pallas.check.case import Case
 from tests.rounding import roundoff
 
 needs_fences = pytest.mark.skipif(

@@ -8,16 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas import check
-from kernels_pallas.checking import timing
-from kernels_pallas.checking.case import Case, UnavailableError, Work
-from kernels_pallas.checking.device import RATES, rates
-from kernels_pallas.checking.lower import lower
-from kernels_pallas.checking.measured import measured, runs
-from kernels_pallas.checking.registry import cases
-from kernels_pallas.checking.timing import CALLS, repeated
-from kernels_pallas.checking.verify import verify
+from kernels_pallas import KERNELS
+from kernels_pallas.check import __main__ as check
+from kernels_pallas.check import timing
+from kernels_pallas.check.case import Case, UnavailableError, Work
+from kernels_pallas.check.device import RATES, rates
+from kernels_pallas.check.lower import lower
+from kernels_pallas.check.registry import cases
+from kernels_pallas.check.timing import CALLS, repeated
+from kernels_pallas.check.verify import verify
 from kernels_pallas.deviceless import budget, report
+from kernels_pallas.measured import Run, kernels, measured, runs
+from mtp_jax.model.backend import backend
+from mtp_jax.model.products.hopper import HopperProducts
 
 ALL = {c.name: c for c in cases()}
 # One of each attention kernel; the others are slow.
@@ -175,13 +178,24 @@ def test_a_case_that_cannot_be_timed_does_not_hide_the_others(capsys, monkeypatc
 
 def test_times_were_measured_of_cases_that_there_are():
     floors = {c.name: c.work for c in cases() if not c.small}
-    found = {name: (run.card, us) for run in reversed(runs()) for name, us in run.us.items()}
+    times = [(run.card, {**run.traced, **run.us}) for run in reversed(runs())]
+    found = {name: (card, us) for card, of in times for name, us in of.items()}
     assert found.keys() <= floors.keys()
     for name, (card, us) in found.items():
         assert us * 1e-6 > RATES[card].floor(floors[name]), name
     assert measured("mla_prefill/heads128-chunk4k") == "1387 H100"
     assert measured("router/v3-64") == "16 H200"
     assert measured("router/none") == "-"
+
+
+def test_a_kernel_without_a_time_runs_only_where_it_is_asked_for(monkeypatch):
+    assert set(KERNELS) - kernels() == {"mla_absorb"}
+    one = Run("H200", runs()[0].date, {"top_k/window4-batch40-12k": 18})
+    monkeypatch.setattr("kernels_pallas.measured.runs", lambda: (one,))
+    monkeypatch.setattr("mtp_jax.model.backend.is_hopper", lambda: True)
+    for on, names in ((backend("auto").products, ["top_k"]), (backend("mosaic_gpu").products, KERNELS)):
+        assert isinstance(on, HopperProducts)
+        assert [k for k in KERNELS if on.can(k, lambda: None)] == [*names]
 
 
 PTXAS = """ptxas info    : Compiling entry function 'kernel_mosaic_gpu_kernel' for 'sm_90a'

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.registry import cases
 from kernels_pallas.fp8_matmul import api as fp8
 from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows

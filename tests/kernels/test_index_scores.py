@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.cases.index_scores import case, inputs, shapes
+from kernels_pallas.check.registry import cases
 from kernels_pallas.index_scores import api, mosaic_gpu, reference
-from kernels_pallas.index_scores.cases import case, inputs, shapes
 from kernels_pallas.index_scores.index_rows import pack, unpack
 from kernels_pallas.index_scores.mosaic_gpu import DIM
 from kernels_pallas.splits import choose_splits

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.cases.mla_absorb import Shape, inputs
+from kernels_pallas.check.registry import cases
 from kernels_pallas.mla_absorb.api import check, mla_absorb
-from kernels_pallas.mla_absorb.cases import Shape, inputs
 from kernels_pallas.mla_absorb.mosaic_gpu import MOST, PAIRS
 from tests.kernels.interpreter import distance, interpret, needs_fences, rounded
 

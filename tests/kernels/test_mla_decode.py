@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.check.baselines.mla_decode import xla
+from kernels_pallas.check.cases.mla_decode import PAGE, RANK, SCALE, Shape, case, inputs, shapes
 from kernels_pallas.mla_decode.api import mla_decode, splits_of
-from kernels_pallas.mla_decode.bench import xla
-from kernels_pallas.mla_decode.cases import PAGE, RANK, SCALE, Shape, case, inputs, shapes
 from kernels_pallas.mla_decode.fp8_rows import pack, unpack
 from kernels_pallas.mla_decode.merging import merge
 from kernels_pallas.visible import chain

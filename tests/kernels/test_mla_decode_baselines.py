@@ -14,10 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas import check
-from kernels_pallas.checking.case import External, UnavailableError
+from kernels_pallas.check import __main__ as check
+from kernels_pallas.check.case import External, UnavailableError
+from kernels_pallas.check.cases.mla_decode import PAGE, RANK, ROPE, SCALE, Shape, case, inputs
 from kernels_pallas.mla_decode import reference
-from kernels_pallas.mla_decode.cases import PAGE, RANK, ROPE, SCALE, Shape, case, inputs
 from tests.kernels.interpreter import distance, rounded
 from tests.rounding import error
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.cases.mla_low_rank import Shape, case, inputs
+from kernels_pallas.check.registry import cases
 from kernels_pallas.mla_low_rank.api import check, mla_low_rank
-from kernels_pallas.mla_low_rank.cases import Shape, case, inputs
 from kernels_pallas.mla_low_rank.mosaic_gpu import PAIRS, RANK
 from tests.kernels.interpreter import distance, interpret, needs_fences, rounded
 

@@ -9,9 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.check.baselines.mla_prefill import xla
+from kernels_pallas.check.cases.mla_prefill import (
+    DEEPSEEK,
+    GLM,
+    Shape,
+    case,
+    counted,
+    expanded,
+    latent,
+    shapes,
+)
 from kernels_pallas.mla_prefill.api import attend, merge, mla_prefill
-from kernels_pallas.mla_prefill.bench import xla
-from kernels_pallas.mla_prefill.cases import DEEPSEEK, GLM, Shape, case, counted, expanded, latent, shapes
 from kernels_pallas.mla_prefill.sizes import ROPE, HeadWidths, key_widths, value_widths
 from kernels_pallas.visible import chain
 from tests.kernels.interpreter import distance, interpret, needs_fences, notices, rounded, without

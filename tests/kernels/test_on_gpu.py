@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from kernels_pallas.checking.registry import cases
-from kernels_pallas.checking.verify import verify
+from kernels_pallas.check.registry import cases
+from kernels_pallas.check.verify import verify
 from mtp_jax import LLM, SamplingParams
 from mtp_jax.api.local import local_engine
 from mtp_jax.engine.config import EngineConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.registry import cases
 from kernels_pallas.rms_norm import api
 from tests.kernels.interpreter import distance, interpret, needs_fences, rounded
 

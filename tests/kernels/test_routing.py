@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.registry import cases
 from kernels_pallas.expert_layout import api as expert_layout
 from kernels_pallas.router import api, mosaic_gpu, reference
 from kernels_pallas.router.rule import Rule

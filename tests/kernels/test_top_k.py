@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.checking.registry import cases
+from kernels_pallas.check.cases.top_k import Shape, case, shapes
+from kernels_pallas.check.registry import cases
 from kernels_pallas.mosaic import ordered
 from kernels_pallas.router import mosaic_gpu as router
 from kernels_pallas.top_k import api, mosaic_gpu, reference
-from kernels_pallas.top_k.cases import Shape, case, shapes
 from tests.kernels.interpreter import interpret, notices, without
 
 CASES = {c.name.split("/")[1]: c for c in cases("top_k/") if c.small}

@@ -59,7 +59,9 @@ ALIGNED = replace(
     num_nextn_predict_layers=0,
     nextn_moe=(),
 )
-kernels = functools.partial(mosaic_gpu, kernels=frozenset(("linear", "experts")), strict=True)
+PRODUCTS = frozenset(("fp8_matmul", "rms_norm"))
+EXPERTS = frozenset(("router", "expert_layout", "grouped_matmul"))
+kernels = functools.partial(mosaic_gpu, kernels=PRODUCTS | EXPERTS, strict=True)
 KERNELS = kernels()
 
 
@@ -339,10 +341,10 @@ def test_experts_in_two_formats_are_left_to_xla():
     experts = next(p.mlp for p in aligned().layers if hasattr(p.mlp, "gate_up") and is_fp8(p.mlp.gate_up))
     x, plain = jnp.zeros((8, 512), jnp.bfloat16), expand(experts.down, jnp.bfloat16)
     on = HopperProducts()
-    assert on.runs("experts", check_experts, x, experts.gate_up, experts.down)
-    assert not on.runs("experts", check_experts, x, experts.gate_up, plain)
+    assert on.runs("grouped_matmul", check_experts, x, experts.gate_up, experts.down)
+    assert not on.runs("grouped_matmul", check_experts, x, experts.gate_up, plain)
     with pytest.raises(ConfigError, match="FP8 together or not at all"):
-        HopperProducts(strict=True).runs("experts", check_experts, x, experts.gate_up, plain)
+        HopperProducts(strict=True).runs("grouped_matmul", check_experts, x, experts.gate_up, plain)
 
 
 @pytest.mark.parametrize("features", [{"avx2"}, {"avx2", "amx_bf16"}], ids=["no AMX", "AMX"])
@@ -388,7 +390,7 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
 
     def run(*kernels: str) -> Any:
         p, angles = aligned().layers[0], rope_angles(cfg, positions)
-        on = mosaic_gpu(mesh, kernels=frozenset(kernels), strict=True)
+        on = mosaic_gpu(mesh, kernels=PRODUCTS.union(kernels), strict=True)
 
         def attended(p: Any) -> Any:
             stream, q, rows, cache = on.before_attention(p, cfg, x, angles, given, (view,))
@@ -399,9 +401,9 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
         out, kept = jax.jit(attended)(p)
         return np.asarray(out), kept
 
-    want, by_xla = run("linear")
+    want, by_xla = run()
     assert not {"mla_low_rank", "mla_absorb"} & set(calls)
-    got, by_kernel = run("linear", "attention")
+    got, by_kernel = run("mla_low_rank", "mla_absorb", "mla_decode")
     assert [calls.count(f.__name__) for f in real.values()] == [1, 1, 1]
     slots = [0, 1, 3]
     # Either side rounds ten results to bfloat16 one after the other.

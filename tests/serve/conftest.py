@@ -5,7 +5,7 @@ import json
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from mtp_jax import LLM, AsyncLLM
 from mtp_jax.api.local import local_runner
@@ -67,7 +68,10 @@ class Running:
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
-    def stop(self) -> None:
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.call(lambda: setattr(self.uvicorn, "should_exit", True))
         self.thread.join(60)
         assert not self.thread.is_alive()
@@ -100,7 +104,7 @@ class Variant:
 
 
 def start(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> Running:
-    """A server of its own; stop it at the end."""
+    """A server of its own, which stops at the end of the context."""
     options = Settings("tiny", port=0, **{**NO_PINGS, **settings})
     listener = listen(options)
     allm = AsyncLLM(llm, **(limits or {}))
@@ -145,12 +149,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_tokenizer.write(folder, 160, TEMPLATE)
 
 
-def simulated(model: Path) -> LLM:
-    """An LLM of the tests' sizes without weights, whose text never ends by itself."""
-    llm = LLM(model, simulate=RATES, simulated_step=0.005, **SIZES)
+def weightless(folder: Path, tags: Sequence[str] = ()) -> Path:
+    """A model of the tests' sizes without weights; its tokenizer ends with ``tags``, a token each."""
+    shutil.copy(RIGGED / "config.json", folder)
+    tiny_tokenizer.write(folder, 160 - len(tags), TEMPLATE)
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens.add_tokens([AddedToken(tag, special=False) for tag in tags])
+    tokens.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def simulated(model: Path, words: Sequence[str] = (), end_rate: float = 0.0, **options: Any) -> LLM:
+    """An LLM of the tests' sizes without weights, whose text never ends by itself. words: its language's."""
+    llm = LLM(model, **{"simulate": RATES, "simulated_step": 0.005, **SIZES, **options})
     runner = llm.engine.runner
     assert isinstance(runner, Simulated)
-    runner.language = replace(runner.language, end_rate=0.0)
+    runner.language = replace(runner.language, end_rate=end_rate)
+    if words:
+        tokens = Tokenizer.from_file(str(model / "tokenizer.json"))
+        runner.language = replace(runner.language, words=tuple(map(tokens.token_to_id, words)))
     return llm
 
 
@@ -163,9 +180,8 @@ def compiled(model: Path) -> LLM:
 @pytest.fixture(scope="session")
 def server(compiled: LLM) -> Iterator[Running]:
     """The server that most tests ask."""
-    running = start(compiled, spec_metrics="none")
-    yield running
-    running.stop()
+    with start(compiled, spec_metrics="none") as running:
+        yield running
 
 
 def modelled(model: Path) -> LLM:
@@ -179,9 +195,8 @@ def modelled(model: Path) -> LLM:
 @pytest.fixture(scope="session")
 def real(model: Path) -> Iterator[Running]:
     """A server of the model itself, for what is about its numbers, weights and programs."""
-    running = start(modelled(model), spec_metrics="none")
-    yield running
-    running.stop()
+    with start(modelled(model), spec_metrics="none") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -189,6 +204,15 @@ def client(server: Running) -> Iterator[httpx2.Client]:
     """Asks the server over its socket."""
     with server.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def api(server: Running) -> Iterator[Any]:
+    """The official client of OpenAI's."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
 
 
 @pytest.fixture

@@ -169,8 +169,7 @@ def test_a_chat_takes_text_and_no_token_ids(server: Running, bench: Bench, capsy
 
 
 def test_the_key_comes_from_the_environment(fresh: LLM, bench: Bench, monkeypatch, tmp_path: Path, capsys):
-    running = start(fresh, api_keys=("secret-key",))
-    try:
+    with start(fresh, api_keys=("secret-key",)) as running:
         monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
         found = bench(running.url, "--rates", "inf", "--requests", 1, "--max-tokens", 2, "--prompt-tokens", 2)
         assert found["figures"]["levels"][0]["answered"] == 1
@@ -178,8 +177,6 @@ def test_the_key_comes_from_the_environment(fresh: LLM, bench: Bench, monkeypatc
         monkeypatch.delenv("OPENAI_API_KEY")
         assert cli.main(["bench", "serve", running.url]) == 2
         assert "does not list its models: 401, " in capsys.readouterr().err
-    finally:
-        running.stop()
 
 
 @contextmanager

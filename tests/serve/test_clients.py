@@ -35,10 +35,9 @@ def agent(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 16384, "prefill_chunk": 4096}
     llm = LLM(folder, simulate=RATES, simulated_step=0.0, **sizes)
     assert isinstance(llm.engine.runner, Simulated)
-    running = start(llm)
-    yield running
-    check_idle(running)
-    running.stop()
+    with start(llm) as running:
+        yield running
+        check_idle(running)
 
 
 @pytest.fixture

@@ -16,12 +16,6 @@ GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 20}
 MORE = {"ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def api(server: Running):
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
 def test_completions(api: OpenAI):
     answer = api.completions.create(prompt="abc", logprobs=2, echo=True, extra_body=MORE, **GREEDY)
     (choice,) = answer.choices

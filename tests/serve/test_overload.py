@@ -300,8 +300,7 @@ def test_the_connection_goes_on_and_other_routes_answer(full, server: Running):
 
 def test_a_refused_connection_may_wait_with_its_next_request(fresh: LLM, monkeypatch: pytest.MonkeyPatch):
     """As long as one that got an answer: the time for headers begins with them."""
-    running = start(fresh, body_seconds=1.5)
-    try:
+    with start(fresh, body_seconds=1.5) as running:
         admission = Admission(1, 10**6)
         admission.reserve(1, 1)
         monkeypatch.setattr(running.allm._submissions, "admission", admission)
@@ -314,8 +313,6 @@ def test_a_refused_connection_may_wait_with_its_next_request(fresh: LLM, monkeyp
                 time.sleep(2)
             connection.sendall(b"POST /generate HTTP/1.1\r\nHost")
             assert connection.recv(4096) == b""
-    finally:
-        running.stop()
 
 
 def test_refused_connections_are_closed_when_nothing_more_comes(

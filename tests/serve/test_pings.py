@@ -14,11 +14,11 @@ import httpx2
 import pytest
 
 import serve
-from mtp_jax import LLM, RequestError
+from mtp_jax import RequestError
 from serve.answers.calls import Call
 from serve.base.settings import Settings
 from serve.base.sse import COMMENT, EventStream
-from tests.serve.conftest import Running, start
+from tests.serve.conftest import Running, simulated, start
 
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
 ROUTES = {
@@ -121,15 +121,12 @@ def test_a_ping_stands_between_parts_however_slowly_they_are_sent():
 @pytest.fixture(scope="module")
 def waiting(model: Any) -> Iterator[tuple[Running, Event]]:
     """A server whose engine waits in a step until the event is set, and pings as often as it can."""
-    from tests.serve.conftest import simulated
-
-    llm: LLM = simulated(model)
+    llm = simulated(model)
     step, opened = llm.engine.step, Event()
     llm.engine.step = lambda: opened.wait(60) and step()  # type: ignore[method-assign]
-    running = start(llm, ping_seconds=0.001)
-    yield running, opened
-    opened.set()
-    running.stop()
+    with start(llm, ping_seconds=0.001) as running:
+        yield running, opened
+        opened.set()
 
 
 @pytest.mark.parametrize("path", ROUTES)

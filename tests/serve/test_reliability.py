@@ -309,8 +309,7 @@ def test_the_watchdog_ends_a_stuck_process(server: Running, compiled, gated, cap
 def test_a_server_watches_its_steps(fresh, gated, monkeypatch):
     ended: list[int] = []
     monkeypatch.setattr("serve.http.run.Watchdog", lambda allm, limit: Watchdog(allm, limit, ended.append))
-    running = start(fresh, step_seconds=3)
-    try:
+    with start(fresh, step_seconds=3) as running:
         with running.client() as client:
             assert client.post("/v1/completions", json=GREEDY).status_code == 200
             assert not ended
@@ -322,8 +321,6 @@ def test_a_server_watches_its_steps(fresh, gated, monkeypatch):
                 opened.set()
                 assert answer.result().status_code == 200
         assert ended == [STUCK_STATUS]
-    finally:
-        running.stop()
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -5,9 +5,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai import OpenAI
-
-from tests.serve.conftest import Running
 
 PLAIN: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 100}
 SCHEMA = {
@@ -17,12 +14,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GO: Any = {"type": "function", "name": "go", "parameters": SCHEMA, "strict": True}
-
-
-@pytest.fixture(scope="module")
-def api(server: Running):
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
 
 
 def test_an_answer_is_the_chats(api):

@@ -92,8 +92,7 @@ def test_what_is_out_of_range_names_the_file(told: Path, tmp_path: Path, value, 
 
 
 def test_requests_take_what_they_do_not_name(told: Path, monkeypatch):
-    running = start(simulated(told))
-    try:
+    with start(simulated(told)) as running:
         seen: list[SamplingParams] = []
         submit = running.allm.submit
 
@@ -126,16 +125,11 @@ def test_requests_take_what_they_do_not_name(told: Path, monkeypatch):
         text = summary(running.allm, running.settings, running.url)
         said = ", ".join(f"{name} {value}" for name, value in SAID.items())
         assert f"sampling  {said} unless given" in text
-    finally:
-        running.stop()
 
 
 def test_clients_are_told_the_models_own_and_its_introduction(told: Path, server: Running):
-    running = start(simulated(told, verifier="coupled"))
-    try:
+    with start(simulated(told, verifier="coupled")) as running:
         info = running.variant().get("/server_info").json()
-    finally:
-        running.stop()
     assert info["sampling_defaults"] == SAID
     assert info["introduction"] == INTRODUCTION
     assert info["verifier"] == "coupled"

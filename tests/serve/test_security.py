@@ -303,8 +303,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(server: Running):
 
 
 def test_headers_that_do_not_come_are_not_waited_for(fresh):
-    running = start(fresh, body_seconds=1.5)
-    try:
+    with start(fresh, body_seconds=1.5) as running:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as slow:
             slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow")
@@ -313,15 +312,12 @@ def test_headers_that_do_not_come_are_not_waited_for(fresh):
             assert silent.recv(100) == b""
         with running.client() as client:
             assert client.get("/health").status_code == 200
-    finally:
-        running.stop()
 
 
 @pytest.mark.parametrize("asked", [b"POST /v1/completions", b"POST /nowhere", b"GET /health"])
 def test_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
     """A byte after the answer must not make the connection last for ever."""
-    running = start(fresh, body_seconds=1.5, max_body_bytes=100)
-    try:
+    with start(fresh, body_seconds=1.5, max_body_bytes=100) as running:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as slow:
             slow.sendall(asked + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n")
@@ -329,13 +325,10 @@ def test_a_body_that_nobody_reads_is_not_waited_for(fresh, asked):
             slow.sendall(b"{")
             with slow.makefile("rb") as rest:
                 rest.read()  # to the end
-    finally:
-        running.stop()
 
 
 def test_answers_that_nobody_reads_are_not_waited_for(fresh):
-    running = start(fresh, body_seconds=1.5)
-    try:
+    with start(fresh, body_seconds=1.5) as running:
         host, _, port = running.url.removeprefix("http://").rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -344,8 +337,6 @@ def test_answers_that_nobody_reads_are_not_waited_for(fresh):
                 deaf.sendall(ask * 2_000_000)
         with running.client() as client:
             assert client.get("/health").status_code == 200
-    finally:
-        running.stop()
 
 
 def test_connections_are_bounded(server: Running):

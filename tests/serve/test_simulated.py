@@ -12,9 +12,7 @@ from openai import OpenAI
 from mtp_jax import LLM, ConfigError, SamplingParams
 from mtp_jax.commands import cli
 from mtp_jax.simulate.language import mix
-from tests import tiny_tokenizer
-from tests.golden import model_dir
-from tests.serve.conftest import SIZES, TEMPLATE, Running, start
+from tests.serve.conftest import SIZES, Running, start, weightless
 
 RATES = (0.8, 0.5)
 
@@ -22,16 +20,13 @@ RATES = (0.8, 0.5)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without weights."""
-    folder = tmp_path_factory.mktemp("weightless")
-    (folder / "config.json").write_bytes((model_dir("rigged") / "config.json").read_bytes())
-    return tiny_tokenizer.write(folder, 160, TEMPLATE)
+    return weightless(tmp_path_factory.mktemp("weightless"))
 
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
-    found = start(LLM(folder, simulate=RATES, simulated_step=0.01, **SIZES), spec_metrics="summary")
-    yield found
-    found.stop()
+    with start(LLM(folder, simulate=RATES, simulated_step=0.01, **SIZES), spec_metrics="summary") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

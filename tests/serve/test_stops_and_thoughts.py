@@ -2,17 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
-from mtp_jax import LLM
-from mtp_jax.simulate.device import Simulated
-from tests import tiny_tokenizer
-from tests.golden import model_dir
-from tests.serve.conftest import SIZES, TEMPLATE, Running, start
+from tests.serve.conftest import Running, simulated, start, weightless
 from tests.serve.helpers import events, post
 
 TAGS = ["<think>", "</think>"]
@@ -23,20 +17,9 @@ TURNS: dict[str, Any] = {"messages": [{"role": "user", "content": "how"}], "thin
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A simulated model that says a few letters and ends its thoughts."""
-    folder = tmp_path_factory.mktemp("stops")
-    (folder / "config.json").write_bytes((model_dir("rigged") / "config.json").read_bytes())
-    tiny_tokenizer.write(folder, 158, TEMPLATE)
-    tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens.add_tokens([AddedToken(tag, special=False) for tag in TAGS])
-    tokens.save(str(folder / "tokenizer.json"))
-    llm = LLM(folder, simulate=(0.8, 0.6, 0.5), simulated_step=0.0, **SIZES)
-    runner = llm.engine.runner
-    assert isinstance(runner, Simulated)
-    words = tuple(map(tokens.token_to_id, [*"abcdef", "</think>"]))
-    runner.language = replace(runner.language, words=words, end_rate=0.0)
-    found = start(llm, spec_metrics="none")
-    yield found
-    found.stop()
+    folder = weightless(tmp_path_factory.mktemp("stops"), TAGS)
+    with start(simulated(folder, [*"abcdef", "</think>"], simulated_step=0.0), spec_metrics="none") as found:
+        yield found
 
 
 def said(client, path: str, stream: bool, stop: list[str], **more: Any) -> tuple[str, str, str | None]:

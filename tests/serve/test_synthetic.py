@@ -70,9 +70,8 @@ def forced(model: Path, shared_programs: None) -> Iterator[Running]:
     assert [r for r in records if r.startswith("SYNTHETIC acceptance: length 2.6 (")]
     first, _ = llm.engine.warm_up_keys()
     llm.engine.warm_up_keys = lambda: (first, [])  # type: ignore[method-assign]
-    running = start(llm, spec_metrics="summary")
-    yield running
-    running.stop()
+    with start(llm, spec_metrics="summary") as running:
+        yield running
 
 
 def counts(client: httpx2.Client) -> dict[str, float]:

@@ -12,8 +12,7 @@ from serve.answers.asking import ChatPrompt
 from serve.base.settings import Settings
 from serve.bodies.schema import ChatBody
 from tests import tiny_tokenizer
-from tests.golden import model_dir
-from tests.serve.conftest import Running, Variant, simulated, start
+from tests.serve.conftest import Running, Variant, simulated, start, weightless
 from tests.text.helpers import loaded, release
 
 # As GLM's and Kimi's templates: thoughts of earlier turns stay where they are wanted.
@@ -34,11 +33,9 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("variables")
-    (folder / "config.json").write_bytes((model_dir("rigged") / "config.json").read_bytes())
-    found = start(simulated(tiny_tokenizer.write(folder, 160, TEMPLATE)), spec_metrics="none")
-    yield found
-    found.stop()
+    folder = weightless(tmp_path_factory.mktemp("variables"))
+    with start(simulated(tiny_tokenizer.write(folder, 160, TEMPLATE)), spec_metrics="none") as found:
+        yield found
 
 
 def rendered(app: httpx2.Client | Variant, **fields: Any) -> tuple[str, str]:

@@ -3,24 +3,19 @@
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from pydantic_core import to_json
-from tokenizers import AddedToken, Tokenizer
 
-from mtp_jax import LLM, OutputText, Tool, ToolUse
+from mtp_jax import OutputText, Tool, ToolUse
 from mtp_jax import Tokenizer as TextTokenizer
-from mtp_jax.simulate.device import Simulated
 from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS as FORMATS_OF
 from serve.answers import inputs
 from serve.answers.reasoning import ThoughtTokens
 from serve.answers.turn import Thought, Turn, called
-from tests import tiny_tokenizer
-from tests.golden import model_dir
-from tests.serve.conftest import SIZES, TEMPLATE, Running, Variant, start
+from tests.serve.conftest import Running, Variant, simulated, start, weightless
 from tests.serve.helpers import completion
 from tests.text.tools.families import backend
 
@@ -37,21 +32,12 @@ VOCAB = 160
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A simulated model whose template opens a thought; tags of calls and thoughts are tokens of its own."""
-    folder = tmp_path_factory.mktemp("thinking")
-    (folder / "config.json").write_bytes((model_dir("rigged") / "config.json").read_bytes())
-    tiny_tokenizer.write(folder, VOCAB - len(TAGS), TEMPLATE)
-    tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens.add_tokens([AddedToken(tag, special=False) for tag in TAGS])
-    tokens.save(str(folder / "tokenizer.json"))
-    llm = LLM(folder, simulate=(0.8, 0.6, 0.5), simulated_step=0.0, **{**SIZES, "max_model_len": 1000})
-    runner = llm.engine.runner
-    assert isinstance(runner, Simulated)
+    folder = weightless(tmp_path_factory.mktemp("thinking"), TAGS)
     # White space, which a grammar allows in many places, comes after all words.
-    words = tuple(map(tokens.token_to_id, [*"abcdefgh5", '"', "}", "{", ":", ",", *TAGS[1:]]))
-    runner.language = replace(runner.language, words=words, end_rate=0.05)
-    found = start(llm, spec_metrics="none")
-    yield found
-    found.stop()
+    words = [*"abcdefgh5", '"', "}", "{", ":", ",", *TAGS[1:]]
+    llm = simulated(folder, words, end_rate=0.05, simulated_step=0.0, max_model_len=1000)
+    with start(llm, spec_metrics="none") as found:
+        yield found
 
 
 def tool(name: str, strict: bool) -> dict[str, Any]:

@@ -5,10 +5,8 @@ import threading
 from typing import Any
 
 import pytest
-from openai import OpenAI
 
 from mtp_jax.text import grammar
-from tests.serve.conftest import Running
 
 ASK: Any = [{"role": "user", "content": "q"}]
 PLAIN: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 100}
@@ -28,12 +26,6 @@ TOOLS = [
     tool("go", to={"enum": ["here", "there"]}),
     tool("add", n={"type": "integer", "maximum": 9, "minimum": 0}),
 ]
-
-
-@pytest.fixture(scope="module")
-def api(server: Running):
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
 
 
 def named(name: str) -> Any:

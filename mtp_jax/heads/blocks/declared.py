@@ -50,7 +50,7 @@ class Markov:
 
 @parameters
 class Confidence:
-    """The probability that a draft is accepted, as DSpark's head sees it."""
+    """DSpark's estimate that a draft is accepted. Nothing here computes it; written heads keep it."""
 
     weight: Weight  # [1, d] or [1, d + r]
     bias: Weight  # [1]; None in DeepSeek-V4's stages

@@ -163,21 +163,6 @@ class Blocks:
         rows = jnp.arange(len(logits))[:, None]
         return jnp.full((len(logits), self.trunk.vocab_size), -jnp.inf).at[rows, ids].set(logits)
 
-    def judged(self, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B D"]:
-        """The rows that the confidence head reads, of rows before the final norm."""
-        return self.normed(params, x)
-
-    def confidence(
-        self, params: Params, x: Float[Array, "B D"], previous: Int[Array, " B"]
-    ) -> Float[Array, " B"]:
-        """DSpark's own estimate that a row's draft is accepted. x: before the final norm."""
-        p, z = _of(params), self.judged(params, x)
-        assert p.confidence is not None, "the head has no confidence head"
-        if self.head.markov_confidence and p.markov is not None:
-            z = jnp.concatenate([z, rows_of(p.markov.previous, previous)], axis=-1)
-        score = z @ expand(p.confidence.weight, z.dtype)[0]
-        return jax.nn.sigmoid(score if p.confidence.bias is None else score + p.confidence.bias[0])
-
 
 def _bias(p: Markov, previous: Int[Array, " B"], dtype: DTypeLike) -> Float[Array, "B v"]:
     return rows_of(p.previous, previous) @ expand(p.following, dtype).T

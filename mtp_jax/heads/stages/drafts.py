@@ -14,7 +14,6 @@ from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model, Sight
 
 
@@ -33,10 +32,6 @@ class Stages(Blocks):
     ) -> Float[Array, "B R ..."]:
         """The residual streams of a block's rows behind a stage."""
         return trunk.block(p.layer, Model(self.head.layers, on), x, Sight(angles, (view,)), cache)[0]
-
-    def judged(self, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B D"]:
-        """The rows that the confidence head reads: before the final norm."""
-        return x
 
 
 def drafter(trunk: ModelConfig) -> Block:

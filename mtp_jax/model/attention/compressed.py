@@ -272,7 +272,7 @@ class HopperCompressed(Compressed):
         views: Views,
     ) -> tuple[Queries, Any, Cache | None]:
         """Queries, rows and the cache. Raises ConfigError where kernels are required."""
-        self.on.do_without("compressed attention")
+        self.on.do_without("mla_decode", "compressed attention")
         return super().project(a, cfg, x, angles, cache, views)
 
 

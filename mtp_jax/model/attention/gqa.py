@@ -100,7 +100,7 @@ class HopperGqa(Gqa):
         views: Views,
     ) -> tuple[Queries, Entries | None, Cache | None]:
         """Queries, entries and the cache. Raises ConfigError where kernels are required."""
-        self.on.do_without("grouped-query attention")
+        self.on.do_without("mla_decode", "grouped-query attention")
         return super().project(a, cfg, x, angles, cache, views)
 
 

@@ -24,7 +24,7 @@ from mtp_jax.model.mla import LOW_RANK_EPS, Queries, Ups, queries, rows_of
 from mtp_jax.model.params import Attention
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
-from mtp_jax.model.products.hopper import HopperProducts, can
+from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Reader, Readers
 from mtp_jax.model.products.stream import Parts, parts, summed
 from mtp_jax.model.sharding import partition, sharded
@@ -76,10 +76,10 @@ class HopperLatent(Latent):
     def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
         """Absorbed attention by a kernel that reads pages in place; naive by a kernel that expands rows."""
         if isinstance(source, Paged) and source.only is not None:
-            self.on.do_without("a choice among rows that tokens share, as in sparse prefill,")
+            self.on.do_without("mla_prefill", "a choice among rows that tokens share, as in sparse prefill,")
         elif isinstance(source, Paged) and source.form == "naive":
             whole, heads_last = jnp.concatenate([q.nope, q.rope], axis=-1), w.v.swapaxes(1, 2)
-            if self.on.runs("attention", mla_prefill.check, whole, q.nope, q.rope, heads_last):
+            if self.on.runs("mla_prefill", mla_prefill.check, whole, q.nope, q.rope, heads_last):
                 (rows, _), seen = source.read(q.nope.dtype), source.view.visible
                 return mla_prefill.mla_prefill(
                     whole, rows, w.k, w.v, seen, scale=scale, implementation="mosaic_gpu"
@@ -98,7 +98,7 @@ class HopperLatent(Latent):
     def scores(self, q: IndexQueries, source: Whole | Paged) -> Float[Array, "B W L"]:
         """Scores by a kernel that reads the pages where they are."""
         keys = source.cache.index if isinstance(source, Paged) else None
-        if keys is None or "attention" not in self.on.kernels or not can(index_scores.check, q.q, keys):
+        if keys is None or not self.on.can("index_scores", index_scores.check, q.q, keys):
             return super().scores(q, source)
         assert isinstance(source, Paged)
         view = source.view
@@ -109,7 +109,7 @@ class HopperLatent(Latent):
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
         """The chosen rows, by a kernel that does not sort."""
         flat = found.reshape(-1, found.shape[-1])
-        if "attention" not in self.on.kernels or not can(top_k.check, flat):
+        if not self.on.can("top_k", top_k.check, flat):
             return super().best(found, count)
         chosen = top_k.top_k(flat, count, implementation="mosaic_gpu")
         return chosen.reshape(*found.shape[:2], count)
@@ -120,7 +120,7 @@ class HopperLatent(Latent):
         """Absorbed attention over the visible rows of pages, by their table; None where no kernel does it."""
         pages, table, visible = where
         inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k) if q.inward is None else q.inward
-        if not self.on.runs("attention", mla_decode.check, inward, q.rope, pages):
+        if not self.on.runs("mla_decode", mla_decode.check, inward, q.rope, pages):
             return None
         mixed = mla_decode.mla_decode(
             inward, q.rope, pages, table, visible, scale=scale, in_place=True, implementation="mosaic_gpu"
@@ -131,7 +131,7 @@ class HopperLatent(Latent):
         width, mesh = math.prod(a.q_b.shape[:-1]), self.on.mesh
         q = e4m3.part(jax.ShapeDtypeStruct((*shape[:2], width), jnp.bfloat16), mesh, "slots", None, "heads")
         k_up = e4m3.part(self.by_head(a, cfg).k, mesh, "heads")
-        return "attention" in self.on.kernels and can(mla_absorb.check, q, k_up)
+        return self.on.can("mla_absorb", mla_absorb.check, q, k_up)
 
     def _inward(self, x: Any, a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]) -> Queries:
         """Queries of few tokens, taken into the latent space by the kernel that rotates them."""
@@ -153,7 +153,7 @@ class HopperLatent(Latent):
     def _norms_low_rank(self, q: Parts, kv: Parts, a: Attention, cache: LayerCache) -> bool:
         pages = None if cache.fp8 else cache.rows
         given = q.values, kv.values, a.kv_norm, pages
-        return "attention" in self.on.kernels and can(mla_low_rank.check, *given)
+        return self.on.can("mla_low_rank", mla_low_rank.check, *given)
 
     def _low_rank(
         self,

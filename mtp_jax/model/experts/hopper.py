@@ -16,7 +16,7 @@ from mtp_jax.model.moe import ExpertWeight, Routing
 from mtp_jax.model.params import Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import Operand
-from mtp_jax.model.products.hopper import HopperProducts, can, check_experts
+from mtp_jax.model.products.hopper import HopperProducts, check_experts
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class HopperExperts(Experts):
     on: HopperProducts
 
     def __post_init__(self) -> None:
-        if self.way == "dense" and "experts" in self.on.kernels:
+        if self.way == "dense" and "grouped_matmul" in self.on.kernels:
             raise ConfigError("experts = 'dense' has no kernel; use 'sparse', or leave experts to XLA")
 
     def choose_experts(
@@ -38,7 +38,7 @@ class HopperExperts(Experts):
         own: OwnGroups | None = None,
     ) -> Routing:
         """The choice by a kernel that also counts the choices of each expert, or lays out the rows of few."""
-        if "experts" not in self.on.kernels or not can(router.check, logits.shape[1], rule):
+        if not self.on.can("router", router.check, logits.shape[1], rule):
             return super().choose_experts(logits, bias, rule, counted)
         choice = router.choose(logits, bias, rule, counted, own, implementation="mosaic_gpu")
         return Routing(choice.ids, choice.weights, choice.counts, choice.groups)
@@ -64,9 +64,11 @@ class HopperExperts(Experts):
         Raises ConfigError if kernels must compute them and cannot.
         """
         if limit is not None:
-            self.on.do_without("experts with swiglu_limit")
+            self.on.do_without("grouped_matmul", "experts with swiglu_limit")
             return super().routed(gate_up, down, x, r, shards, first, limit)
-        if not isinstance(x, Quantised) and not self.on.runs("experts", check_experts, x, gate_up, down):
+        if not isinstance(x, Quantised) and not self.on.runs(
+            "grouped_matmul", check_experts, x, gate_up, down
+        ):
             return super().routed(gate_up, down, x, r, shards, first)
         (first_layer, first_scale), (second_layer, second_scale) = e4m3.arrays(gate_up), e4m3.arrays(down)
         return grouped_matmul.expert_mlp(
@@ -77,7 +79,7 @@ class HopperExperts(Experts):
             second_layer,
             first_scale,
             second_scale,
-            counts=r.counts,
+            counts=r.counts if "expert_layout" in self.on.kernels else None,
             groups=r.groups,
             first=first,
             shards=shards,

@@ -89,10 +89,6 @@ class Experts:
         # The two are added here, so that one collective sums both over ``model``.
         return ((y + shared,) if ways("heads", on.mesh) > 1 else (y, shared)), r
 
-    def route(self, p: Moe, cfg: ModelConfig, x: Float[Array, "*b D"]) -> Routing:
-        """The routing of rows of any shape."""
-        return _shaped(self._choose(cfg, p.bias, Scored(self.on.exactly(x, p.router))), x)
-
     def _choose(
         self,
         cfg: ModelConfig,

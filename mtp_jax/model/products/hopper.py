@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kernels_pallas import KERNELS
 from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.rms_norm import api as norms
@@ -27,41 +28,43 @@ from mtp_jax.model.products.plain import Products, Reader, Readers, Split
 from mtp_jax.model.products.stream import Parts, PendingResidual, ProductResult, parts, plus, stream, summed
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
-PARTS = frozenset(("linear", "experts", "attention"))
-
 
 @dataclass(frozen=True)
 class HopperProducts(Products):
     """Products by kernels, and the kernels that other parts of a pass may run.
 
     Attributes:
-        kernels: parts that kernels compute, where they can. "linear": products with FP8 weights; "experts":
-            routed experts; "attention": attention over the paged cache, ``mla_decode`` in the absorbed form,
-            ``mla_prefill`` in the naive, ``mla_low_rank``, which writes the cache, where the queries' product
-            takes e4m3, and ``index_scores`` and ``top_k``, which choose rows for sparse attention.
-        strict: whether a shape that they cannot take is a ConfigError.
+        kernels: names of the kernels that may run, of `kernels_pallas.KERNELS`.
+        strict: whether a product, experts or attention that such a kernel cannot compute is a ConfigError.
     """
 
-    kernels: frozenset[str] = PARTS
+    kernels: frozenset[str] = frozenset(KERNELS)
     strict: bool = False
 
     # The kernels that run
 
-    def runs(self, part: str, check: Callable[..., None], *args: Any) -> bool:
-        """Whether the kernel takes these arguments, which ``check`` tells. ``strict``: raises ConfigError."""
-        if part not in self.kernels:
+    def can(self, kernel: str, check: Callable[..., None], *args: Any, must: bool = False) -> bool:
+        """Whether a kernel may run and takes these arguments, which its ``check`` tells.
+
+        must: whether arguments that it refuses are a ConfigError.
+        """
+        if kernel not in self.kernels:
             return False
         try:
             check(*args)
         except ValueError as e:
-            if self.strict:
+            if must:
                 raise ConfigError(f"{e}; take kernels=auto or kernels=xla") from e
             return False
         return True
 
-    def do_without(self, what: str) -> None:
-        """Raises ConfigError where kernels are required, as there is none for this attention."""
-        if self.strict and "attention" in self.kernels:
+    def runs(self, kernel: str, check: Callable[..., None], *args: Any) -> bool:
+        """Whether a kernel computes these arguments; ``strict``: a ConfigError if it refuses them."""
+        return self.can(kernel, check, *args, must=self.strict)
+
+    def do_without(self, kernel: str, what: str) -> None:
+        """Raises ConfigError if a kernel must compute what it has no form for."""
+        if self.strict and kernel in self.kernels:
             raise ConfigError(f"{what} has no kernel; take kernels=auto")
 
     def takes(self, reader: Reader | Mlp | Moe | None, dtype: Any) -> bool:
@@ -70,17 +73,17 @@ class HopperProducts(Products):
         if isinstance(reader, Moe):
             gate_up, down = reader.gate_up, reader.down
             narrow = isinstance(gate_up, Fp8) and isinstance(down, Fp8)
-            return narrow and self.runs("experts", check_experts, x, gate_up, down)
+            return narrow and self.runs("grouped_matmul", check_experts, x, gate_up, down)
         if isinstance(reader, Mlp):
             both = reader.gate_up, reader.down
             parts = [e4m3.part(w.values, self.mesh, None, "mlp") for w in both if isinstance(w, Fp8)]
             check, block = fp8_matmul.check, fp8_matmul.BLOCK
-            return len(parts) == 2 and all(self.runs("linear", check, x, part, block) for part in parts)
+            return len(parts) == 2 and all(self.runs("fp8_matmul", check, x, part, block) for part in parts)
         if reader is None or not isinstance(reader.weight, Fp8):
             return False
         values = e4m3.part(reader.weight.values, self.mesh, *e4m3.axes_of(reader.weight, reader.split))
         matrix = jax.ShapeDtypeStruct((math.prod(values.shape[:-1]), values.shape[-1]), values.dtype)
-        return self.runs("linear", fp8_matmul.check, x, matrix, 64)
+        return self.runs("fp8_matmul", fp8_matmul.check, x, matrix, 64)
 
     # The residual stream
 
@@ -94,7 +97,8 @@ class HopperProducts(Products):
         x, added = stream(x)
         shape, given = x.shape, [parts(a, self.mesh) for a in (x, *added)]
         taken = [self.takes(reader, x.dtype) for reader in readers]
-        if not any(taken) or not all(can(norms.check, shape[-1], a.values.dtype) for a in given):
+        can = (self.can("rms_norm", norms.check, shape[-1], a.values.dtype) for a in given)
+        if not any(taken) or not all(can):
             total = plus(x, added)
             return PendingResidual(total, ()), rms_norm(total, weight, eps)
         also_plain = not all(taken)
@@ -138,7 +142,7 @@ class HopperProducts(Products):
         wide = (*x.shape[:2], x.shape[2] * x.shape[3])
         own = e4m3.part(x, self.mesh, "slots", None, "heads")
         taken = self.takes(Reader(o, "in"), x.dtype)
-        if not taken or not can(norms.check_blocks, *own.shape[2:], x.dtype):
+        if not taken or not self.can("rms_norm", norms.check_blocks, *own.shape[2:], x.dtype):
             return x.reshape(wide)
 
         def local(x):
@@ -208,15 +212,6 @@ class HopperProducts(Products):
         width = partition(None, "mlp")
         specs = given.split(), width, width
         return sharded(local, mesh, specs, partition("slots"))(given, p.gate_up, p.down)
-
-
-def can(check: Callable[..., None], *args: Any) -> bool:
-    """Whether the kernel that ``check`` checks can do the work."""
-    try:
-        check(*args)
-    except ValueError:
-        return False
-    return True
 
 
 def check_experts(x: Any, gate_up: Any, down: Any) -> None:

@@ -100,8 +100,7 @@ def test_where_storage_is_full_or_holds_something_else_the_page_goes_on(opened: 
 @browser_only
 @pytest.mark.rest
 def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
-    running = start(fresh, api_keys=("secret-key",))
-    try:
+    with start(fresh, api_keys=("secret-key",)) as running:
         page = opened(running.url)
         expect(page.locator("#notice")).to_contain_text("a valid API key is needed")
         expect(page.get_by_label("API key")).to_be_focused()
@@ -121,8 +120,6 @@ def test_the_key_is_asked_for(opened: Opener, fresh: LLM, problems: list[str]):
         assert "conversation" in kept
         assert "secret" not in kept
         expect(page.get_by_label("API key")).to_have_value("")
-    finally:
-        running.stop()
 
 
 @browser_only

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, Inputs, Plan, Work
 from kernels_pallas.mla_absorb.api import mla_absorb
 from kernels_pallas.mla_absorb.mosaic_gpu import RANK, ROPE
 

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, Inputs, Plan, Work
 from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.api import top_k
 from kernels_pallas.top_k.mosaic_gpu import CHUNK, HELD, READERS, ROUNDS, cluster

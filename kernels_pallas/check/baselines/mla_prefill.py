@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import UnavailableError
+from kernels_pallas.check.case import UnavailableError
 from kernels_pallas.visible import Window
 
 

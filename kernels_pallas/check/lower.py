@@ -3,7 +3,7 @@
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from kernels_pallas.checking.case import Case
+from kernels_pallas.check.case import Case
 
 # The attributes that Pallas reads of the device that it compiles for.
 _H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kernels_pallas.checking.case import Work
+from kernels_pallas.check.case import Work
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, Inputs, Work
 from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, slots
 from kernels_pallas.mosaic import Interpreter

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.checking.case import External, Operation, UnavailableError
+from kernels_pallas.check.case import External, Operation, UnavailableError
 from kernels_pallas.mla_decode.fp8_rows import PackedRows, unpack
 from kernels_pallas.visible import Window
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from kernels_pallas.checking.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, Inputs, Plan, Work
 from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, group_all
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.router import mosaic_gpu, reference

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Plan, Work
-from kernels_pallas.grouped_matmul import bench, mosaic_gpu, reference
+from kernels_pallas.check.baselines import grouped_matmul as baselines
+from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
@@ -102,7 +103,7 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(reference.grouped_matmul, rows=shape.tile.rows, slots=_slots(shape)),
         work=work(shape),
         plan=plan(_sizes(shape), sum(height for *_, height in shape.tiles)),
-        baselines={"xla": partial(bench.xla, rows=shape.tile.rows)},
+        baselines={"xla": partial(baselines.xla, rows=shape.tile.rows)},
     )
 
 

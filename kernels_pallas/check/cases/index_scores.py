@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Operation, Plan, Work
+from kernels_pallas.check.case import Case, Inputs, Operation, Plan, Work
 from kernels_pallas.index_scores import reference
 from kernels_pallas.index_scores.api import SPLIT_COST, index_scores
 from kernels_pallas.index_scores.index_rows import pack

@@ -6,11 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import Case, Inputs, Work
-from kernels_pallas.fp8_matmul import bench, mosaic_gpu, reference
+from kernels_pallas.check.baselines import fp8_matmul as baselines
+from kernels_pallas.check.case import Case, Inputs, Work
+from kernels_pallas.check.cases.grouped_matmul import plan
+from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.fp8_matmul.api import choose_tile
 from kernels_pallas.grouped_matmul.api import choose_gated_tile
-from kernels_pallas.grouped_matmul.cases import plan
 from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
 from kernels_pallas.quantised import BLOCK, quantise
 
@@ -64,7 +65,7 @@ def case(name: str, shape: Shape) -> Case:
         reference=reference.fp8_matmul,
         work=work(shape),
         plan=plan(_sizes(shape), shape.rows),
-        baselines={"xla": bench.xla},
+        baselines={"xla": baselines.xla},
     )
 
 

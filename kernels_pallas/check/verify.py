@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from kernels_pallas.checking.case import Case
+from kernels_pallas.check.case import Case
 
 
 @dataclass(frozen=True)

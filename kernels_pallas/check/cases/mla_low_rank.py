@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, Inputs, Work
 from kernels_pallas.mla_low_rank.api import mla_low_rank
 from kernels_pallas.mla_low_rank.mosaic_gpu import RANK, ROPE
 

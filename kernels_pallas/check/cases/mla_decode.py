@@ -6,11 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.checking.case import Case, Inputs, Plan, Work
-from kernels_pallas.mla_decode import bench, reference
+from kernels_pallas.check.baselines import mla_decode as baselines
+from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.mla_decode import reference
 from kernels_pallas.mla_decode.api import mla_decode, splits_of
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, pack
-from kernels_pallas.mla_decode.mosaic_gpu import COMPUTE, PAGE, RANK, ROPE, ROWS
+from kernels_pallas.mla_decode.thread_block import COMPUTE, PAGE, RANK, ROPE, ROWS
 from kernels_pallas.visible import Window, chain
 
 # DeepSeek-V3's scale without the factor for long contexts: it multiplies queries of 128 + 64 dimensions.
@@ -97,7 +98,7 @@ def case(name: str, shape: Shape) -> Case:
         reference=partial(reference.mla_decode, scale=SCALE),
         work=work(shape),
         plan=plan(shape),
-        baselines=bench.baselines(SCALE),
+        baselines=baselines.baselines(SCALE),
     )
 
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from kernels_pallas.checking.case import Case, Inputs, Operation, Plan, Work
-from kernels_pallas.mla_prefill import bench, reference
+from kernels_pallas.check.baselines import mla_prefill as baselines
+from kernels_pallas.check.case import Case, Inputs, Operation, Plan, Work
+from kernels_pallas.mla_prefill import reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
 from kernels_pallas.mla_prefill.sizes import QUERIES, ROPE, HeadWidths
 from kernels_pallas.visible import Window, chain
@@ -81,7 +82,7 @@ def case(name: str, shape: Shape) -> Case:
     """The case of one shape; a single block has sums of exponentials, too."""
     if shape.block is None:
         kernel = partial(attend, scale=shape.scale, implementation="mosaic_gpu")
-        oracle, ways = partial(reference.attend, scale=shape.scale), (bench.xla, bench.cudnn)
+        oracle, ways = partial(reference.attend, scale=shape.scale), (baselines.xla, baselines.cudnn)
     else:
         kernel = partial(mla_prefill, scale=shape.scale, implementation="mosaic_gpu", block=shape.block)
         oracle, ways = partial(mla_prefill, scale=shape.scale, implementation="xla", block=shape.rows), ()

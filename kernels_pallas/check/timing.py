@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from kernels_pallas.checking.case import Inputs, Operation
+from kernels_pallas.check.case import Inputs, Operation
 
 # Calls per measurement: one launch of a program costs the host more than a small kernel takes.
 CALLS = 10

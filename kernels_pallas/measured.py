@@ -17,12 +17,14 @@ class Run:
         card: the GPU.
         date: day of the run.
         us: microseconds of a call, by case.
+        traced: microseconds of the kernel alone in a profiler's trace, by case.
         steps: microseconds of all kernels of a decode step, by its name in `deviceless.step`.
     """
 
     card: str
     date: date
     us: dict[str, float]
+    traced: dict[str, float] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
 
 
@@ -31,6 +33,11 @@ def runs() -> tuple[Run, ...]:
     """All runs, the newest first."""
     with FILE.open("rb") as file:
         return tuple(Run(**run) for run in tomllib.load(file)["runs"])
+
+
+def kernels() -> frozenset[str]:
+    """Names of the kernels of which a run has a time."""
+    return frozenset(case.partition("/")[0] for run in runs() for case in (*run.us, *run.traced))
 
 
 def newest(name: str) -> Run | None:

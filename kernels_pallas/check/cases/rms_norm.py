@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.checking.case import Case, Inputs, Operation, Work
+from kernels_pallas.check.case import Case, Inputs, Operation, Work
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm import mosaic_gpu, reference

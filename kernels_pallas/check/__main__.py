@@ -19,13 +19,13 @@ from typing import Required, TypedDict
 
 import jax
 
-from kernels_pallas.checking.case import Case, External, UnavailableError
-from kernels_pallas.checking.device import RATES, Rates, rates
-from kernels_pallas.checking.lower import lower
-from kernels_pallas.checking.measured import measured
-from kernels_pallas.checking.registry import cases
-from kernels_pallas.checking.timing import external_seconds, hot, seconds
-from kernels_pallas.checking.verify import distance, verify
+from kernels_pallas.check.case import Case, External, UnavailableError
+from kernels_pallas.check.device import RATES, Rates, rates
+from kernels_pallas.check.lower import lower
+from kernels_pallas.check.registry import cases
+from kernels_pallas.check.timing import external_seconds, hot, seconds
+from kernels_pallas.check.verify import distance, verify
+from kernels_pallas.measured import measured
 
 NEEDS_GPU = "the kernels need an NVIDIA GPU of the Hopper generation ({}); found {}. Without one: --dry-run"
 

@@ -1,0 +1,1 @@
+"""Alternatives to a kernel on a GPU, to compare times with."""

@@ -1,0 +1,1 @@
+"""The cases of each kernel: shapes at which it is checked, compiled and timed."""
