@@ -461,7 +461,8 @@ def test_a_part_of_a_message_takes_few_calls(kind, part, most):
         with counted() as found:
             body = reading._checked(json.dumps(value).encode(), [kind])
             assert not list(body.unknown())
-            assert (body if kind is ChatBody else body.conversation()).characters >= parts
+            conversation: Any = body if kind is ChatBody else body.conversation()
+            assert conversation.characters >= parts
         return found[0]
 
     calls(10)
