@@ -74,6 +74,15 @@ class ChatPrompt:
             ignore(request, printable(path))
 
 
+async def counted(server: Server, request: Request, chat: ChatBody) -> int:
+    """The number of tokens of a conversation's prompt. Raises RequestError, Overloaded."""
+    rendered = ChatPrompt(server, chat)
+    prompt = LazyPrompt(rendered, chat.characters)
+    count = len(await server.allm.in_queue(prompt, prompt.make))
+    rendered.warn(request)
+    return count
+
+
 @dataclass(frozen=True)
 class Submitted:
     """A submitted conversation.

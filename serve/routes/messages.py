@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import JsonObject, LazyPrompt
-from serve.answers.asking import ChatPrompt, Submitted, ask
+from mtp_jax import JsonObject
+from serve.answers.asking import Submitted, ask, counted
 from serve.answers.assistant import AssistantCall, named
 from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
@@ -41,11 +41,7 @@ async def messages(server: Server, request: Request) -> Response:
 async def count_tokens(server: Server, request: Request) -> Response:
     """The route that counts the tokens of a conversation's prompt."""
     body = await read(server.settings, request, CountBody)
-    chat = body.chat()
-    rendered = ChatPrompt(server, chat)
-    prompt = LazyPrompt(rendered, chat.characters)
-    count = len(await server.allm.in_queue(prompt, prompt.make))
-    rendered.warn(request)
+    count = await counted(server, request, body.chat())
     return JsonAnswer({"input_tokens": count}, headers=warning(request))
 
 

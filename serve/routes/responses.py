@@ -7,16 +7,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject
-from serve.answers.asking import Submitted, ask
+from serve.answers.asking import Submitted, ask, counted
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
 from serve.base.errors import ApiError
 from serve.base.ids import new_id
+from serve.base.json_answer import JsonAnswer
 from serve.base.state import Server
 from serve.bodies.client_tools import Identity
 from serve.bodies.fields import Body
-from serve.bodies.reading import read
+from serve.bodies.reading import read, warning
 from serve.bodies.responses import ResponsesBody
 
 _IDS = {"text": "msg_", "thought": "rs_", "call": "fc_", "custom": "ctc_", "whole": "tc_"}
@@ -40,6 +41,14 @@ async def responses(server: Server, request: Request) -> Response:
         return _Responses(server, request, asked, body)
 
     return await _Responses.respond_to(server, request, body.stream, submitted())
+
+
+async def input_tokens(server: Server, request: Request) -> Response:
+    """The route that counts the tokens of a request's prompt."""
+    body = await read(server.settings, request, ResponsesBody)
+    count = await counted(server, request, body.conversation())
+    answer = {"object": "response.input_tokens", "input_tokens": count}
+    return JsonAnswer(answer, headers=warning(request))
 
 
 class _Responses(AssistantCall):

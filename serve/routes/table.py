@@ -39,6 +39,7 @@ ROUTES = Routes(
         Route("/v1/completions", _POST, completions.completions, (CompletionBody,), queued=True),
         Route("/v1/chat/completions", _POST, chat.chat_completions, (ChatBody,), queued=True),
         Route("/v1/responses", _POST, responses.responses, (ResponsesBody,), queued=True),
+        Route("/v1/responses/input_tokens", _POST, responses.input_tokens, (ResponsesBody,), queued=True),
         Route("/v1/messages", _POST, messages.messages, (MessagesBody,), queued=True),
         Route("/v1/messages/count_tokens", _POST, messages.count_tokens, (CountBody,), queued=True),
         Route("/generate", _POST, native.generate, (GenerateBody,), queued=True),

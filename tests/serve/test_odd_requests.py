@@ -4,6 +4,7 @@ from typing import Any
 
 import anthropic
 import httpx2
+import openai
 import pytest
 
 from serve.bodies import reading
@@ -78,6 +79,16 @@ def test_a_schema_without_an_object_around_it_holds(client: httpx2.Client, form:
     answer = client.post(CHAT, json=asked)
     assert answer.json()["choices"][0]["message"]["content"] == '"ab"'
     assert "warning" not in answer.headers
+
+
+def test_openais_client_counts_tokens(server: Running, client: httpx2.Client):
+    tools = [{"type": "function", "name": "f", "parameters": {}, "strict": False}]
+    asked: dict[str, Any] = {"input": [USER], "instructions": "Be short.", "tools": tools}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as api:
+        found = api.responses.input_tokens.count(model="tiny", **asked)
+    answer = client.post(RESPONSES, json={**asked, "max_output_tokens": 1}).json()
+    assert found.object == "response.input_tokens"
+    assert found.input_tokens == answer["usage"]["input_tokens"]
 
 
 FORM = {"schema": {"type": "object"}}
