@@ -7,8 +7,9 @@ TEXTS, NUMBERS = {"type": "array", "items": TEXT}, {"type": "array", "items": NU
 
 
 def fields(required: str = "", /, **properties: JsonObject) -> JsonObject:
-    """The schema of an object. required: names of the properties that must be there."""
-    return {"type": "object", "properties": properties, "required": required.split()}
+    """The schema of an object of these properties. required: names of the properties that must be there."""
+    about = {"properties": properties, "required": required.split()}
+    return {"type": "object", **about, "additionalProperties": False}
 
 
 def one_of(names: str) -> JsonObject:

@@ -7,8 +7,6 @@ from typing import Any, get_args
 
 import httpx2
 import pytest
-from anthropic.types.beta.beta_browser_tool_use_block import BetaBrowserToolUseBlock
-from anthropic.types.beta.beta_computer_tool_use_block import BetaComputerToolUseBlock
 
 from mtp_jax import CallArguments, CallBegin
 from serve.bodies.client_tools import ClientTools, Identity
@@ -329,7 +327,7 @@ def test_a_shell_of_the_client_is_called(client):
         assert found["call_id"]
 
 
-@pytest.mark.parametrize("kind", ["computer", "computer_use_preview"])
+@pytest.mark.parametrize("kind", ["computer", pytest.param("computer_use_preview", marks=pytest.mark.rest)])
 def test_a_computer_of_the_client_is_called(client, kind):
     """Its screenshots cannot be read: a text stands in their place, and the call beside it."""
     size = {"display_width": 9, "display_height": 9, "environment": "browser"}
@@ -428,7 +426,6 @@ def test_anthropics_servers_run_the_others():
     assert [tool.function.name for tool in given.conversation().functions] == ["x"]
 
 
-MEMBERS = {"computer": BetaComputerToolUseBlock, "browser": BetaBrowserToolUseBlock}
 TOOLSETS = ("computer_toolset_20260801", "browser_toolset_20260801")
 
 
@@ -467,10 +464,15 @@ def test_a_toolset_stands_for_tools_that_the_client_runs(client):
     assert "'x' is none of its tools key, hold_key" in wrong.json()["error"]["message"]
 
 
+@pytest.mark.rest
 def test_a_toolset_has_the_tools_of_anthropics_package():
+    from anthropic.types.beta.beta_browser_tool_use_block import BetaBrowserToolUseBlock
+    from anthropic.types.beta.beta_computer_tool_use_block import BetaComputerToolUseBlock
+
+    blocks = {"computer": BetaComputerToolUseBlock, "browser": BetaBrowserToolUseBlock}
     for kind in TOOLSETS:
         toolset = TOOLSETS_HERE[kind.rpartition("_")[0]]
-        (union,) = (u for u in get_args(MEMBERS[toolset[0]]) if get_args(u))
+        (union,) = (u for u in get_args(blocks[toolset[0]]) if get_args(u))
         theirs = {
             get_args(block.model_fields["name"].annotation)[0]: block.model_fields["input"].annotation
             for block in get_args(union)
