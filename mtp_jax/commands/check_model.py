@@ -15,7 +15,7 @@ from mtp_jax.model.hf_config import missing_folder
 def check_model(directory: Path, options: JsonObject, hosts: int = 1) -> None:
     """Raise ConfigError for a model, a draft model, or options for them, that cannot be run.
 
-    options: those of ``LLM``, with the mesh by its shape.
+    options: arguments of ``LLM``, with the mesh by its shape.
     """
     model = ModelConfig.from_file(directory / "config.json")
     if (head := options.get("draft_model")) is not None and not head.is_dir():

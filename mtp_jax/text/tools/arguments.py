@@ -173,7 +173,7 @@ class _Ways:
 
 
 def _given(required: int, last: int = _BITS) -> str:
-    """The condition that all required arguments are there, or all others, and the last is not there yet."""
+    """The condition that all required arguments but the last are there, and that the last is not."""
     held = [f"bit_clear({last})"] if last < _BITS else []
     held += [f"is_ones([{a}:{b}])" for a, b in ((0, min(last, required)), (last + 1, required)) if a < b]
     return f" %if {reduce('and({}, {})'.format, held)}" if held else ""
