@@ -184,6 +184,9 @@ class _Protocol(H11Protocol):
     seconds: float
     _begun = False
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: the answer is that of the same request without an upgrade, as clients expect."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._patience: asyncio.TimerHandle | None = None

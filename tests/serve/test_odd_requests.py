@@ -81,6 +81,17 @@ def test_a_schema_without_an_object_around_it_holds(client: httpx2.Client, form:
     assert "warning" not in answer.headers
 
 
+OFFERS = [("/v1/models", "h2c", 200), (RESPONSES, "websocket", 405)]
+
+
+@pytest.mark.parametrize(("path", "protocol", "status"), OFFERS)
+def test_offers_of_other_protocols_are_not_logged(client: httpx2.Client, caplog, path, protocol, status):
+    """Java's client offers HTTP/2 with each request, and agents try a websocket first."""
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": protocol, "http2-settings": "AAEA"}
+    assert client.get(path, headers=offer).status_code == status
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 def test_openais_client_counts_tokens(server: Running, client: httpx2.Client):
     tools = [{"type": "function", "name": "f", "parameters": {}, "strict": False}]
     asked: dict[str, Any] = {"input": [USER], "instructions": "Be short.", "tools": tools}
