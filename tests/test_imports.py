@@ -84,7 +84,7 @@ WITHOUT_JAX = (
     "lab.planning.weights",
     "lab.planning.work",
     "machine",
-    "model.cache_bytes",
+    "model.attention_config",
     "model.config",
     "model.config_parts",
     "model.head",
@@ -158,7 +158,7 @@ OF_DRAFTING = (
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 _OF_MODEL = (
-    "cache_bytes",
+    "attention_config",
     "config",
     "config_parts",
     "device",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject, is_number
-from mtp_jax.model.config_parts import GqaConfig, IndexerConfig
+from mtp_jax.model.attention_config import GqaConfig, IndexerConfig
 from mtp_jax.model.hf_quantization import quantisation
 from mtp_jax.model.hf_v4 import v4_parts, yarn_source
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject, is_number
-from mtp_jax.model.config_parts import CompressedConfig, HyperConfig
+from mtp_jax.model.attention_config import OF_MLA, CompressedConfig
+from mtp_jax.model.config_parts import HyperConfig
 
 # Compression ratios of layers, and transformers' names of them.
 RATIOS = {
@@ -51,7 +52,7 @@ def v4_parts(raw: JsonObject) -> JsonObject:
     rope = _rope_width(raw)
     names = {**CompressedConfig.KEYS, **HyperConfig.KEYS}
     lacks = [key for key in _REQUIRED if raw.get(key) is None]
-    lacks += [key for f, key in names.items() if f not in compressed | hyper and f != "ratios"]
+    lacks += [key for f, key in names.items() if f not in {*compressed, *hyper, "ratios", "rope"}]
     lacks += [] if theta is not None else ["rope_theta"]
     lacks += [] if nested or "rope_scaling" in raw else ["rope_scaling (null: no YaRN)"]
     lacks += [] if rope is not None else ["qk_rope_head_dim"]
@@ -59,7 +60,7 @@ def v4_parts(raw: JsonObject) -> JsonObject:
         raise ConfigError(f"config.json lacks {', '.join(lacks)}; DeepSeek-V4 has them all")
     if raw.get("num_key_value_heads", 1) != 1:
         raise ConfigError(f"num_key_value_heads = {raw['num_key_value_heads']!r:.80}; expected 1")
-    compressed["ratios"] = _ratios(raw)
+    compressed |= {"ratios": _ratios(raw), "rope": rope}
     for part, name in ((compressed, "theta"), (hyper, "eps")):
         part[name] = _float(part[name])
     return {
@@ -67,7 +68,7 @@ def v4_parts(raw: JsonObject) -> JsonObject:
         "hyper": hyper,
         "rope_theta": _float(theta),
         "swiglu_limit": _float(raw["swiglu_limit"]),
-        "qk_rope_head_dim": rope,
+        **dict.fromkeys(OF_MLA, 0),
         "num_hash_layers": _hash_layers(raw),
         "scoring_func": "sqrtsoftplus",
         "first_k_dense_replace": 0,

@@ -38,23 +38,21 @@ def _frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Float[Arra
 def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W ... 2 r"]:
     """cos and sin of every position, stacked, float32.
 
-    A model with compressed attention has two kinds of layers, without entries and with entries: its angles
-    are [B, W, 2, 2, r].
+    A model whose layers are of two kinds (``AttentionConfig.ropes``) has angles of both, [B, W, 2, 2, r].
     """
-    if cfg.compressed is None:
-        return angles_of(cfg, positions)
-    return jnp.stack([angles_of(cfg, positions, compressed=kind) for kind in (False, True)], axis=2)
+    found = [angles_of(cfg, positions, kind) for kind in range(len(_ropes(cfg)))]
+    return found[0] if len(found) == 1 else jnp.stack(found, axis=2)
 
 
-def angles_of(
-    cfg: ModelConfig, positions: Int[Array, "B W"], compressed: bool | None = None
-) -> Float[Array, "B W 2 r"]:
-    """``rope_angles`` of one kind of layers. compressed: whether they have entries; None: all are alike."""
-    theta, yarn = cfg.rope_theta, cfg.rope_scaling
-    if compressed is not None and cfg.compressed is not None:
-        theta, yarn = (cfg.compressed.theta, yarn) if compressed else (theta, None)
-    angle = positions[..., None].astype(jnp.float32) * _frequencies(cfg.rope_dim, theta, yarn)
+def angles_of(cfg: ModelConfig, positions: Int[Array, "B W"], kind: int) -> Float[Array, "B W 2 r"]:
+    """``rope_angles`` of one kind of layers."""
+    theta, yarn = _ropes(cfg)[kind]
+    angle = positions[..., None].astype(jnp.float32) * _frequencies(cfg.attention.rope_dim, theta, yarn)
     return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * (yarn.rope_factor if yarn else 1.0)
+
+
+def _ropes(cfg: ModelConfig) -> tuple[tuple[float, YarnConfig | None], ...]:
+    return cfg.attention.ropes(cfg.rope_theta, cfg.rope_scaling)
 
 
 def rotate(

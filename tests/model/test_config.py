@@ -74,7 +74,7 @@ def without(*keys: str, **changes: Any) -> dict[str, Any]:
 def test_deepseek_v3():
     c = ModelConfig.from_dict(V3)
     assert (c.num_hidden_layers, c.nextn_moe, c.fp8, c.dtype) == (61, (True,), True, "bfloat16")
-    assert (c.qk_head_dim, c.latent_dim, c.eos_token_ids) == (192, 576, (1,))
+    assert (c.attention.key_dim, c.row.width, c.eos_token_ids) == (192, 576, (1,))
     assert [c.is_moe(i) for i in (0, 2, 3, 60)] == [False, False, True, True]
     assert c.rope_scaling == YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
     assert c.rope_scaling is not None

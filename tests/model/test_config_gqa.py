@@ -47,7 +47,7 @@ GLM45: dict[str, Any] = {
 def test_grouped_query_attention():
     cfg = ModelConfig.from_dict(GLM45)
     assert cfg.gqa == GqaConfig(8, head_dim=128, rotary=0.5, qk_norm=True, bias=True)
-    assert (cfg.rope_dim, cfg.rope_interleave, cfg.softmax_scale) == (64, False, 128**-0.5)
+    assert (cfg.attention.rope_dim, cfg.rope_interleave, cfg.softmax_scale) == (64, False, 128**-0.5)
     assert (cfg.row.width, cfg.row.keys, cfg.row.fp8_bytes) == (2048, (0, 1024), 2048 + 16 * 4)
     unsaid = {k: v for k, v in GLM45.items() if k not in ("model_type", "use_qk_norm", "attention_bias")}
     assert ModelConfig.from_dict(unsaid).gqa == GqaConfig(8, head_dim=128, rotary=0.5)
@@ -79,7 +79,6 @@ REFUSED = [
     ),
     ({"use_qk_norm": 1}, "use_qk_norm = 1; expected true or false"),
     ({"attention_bias": "yes"}, "attention_bias = 'yes'; expected true or false"),
-    ({"rope_interleave": True}, "rope_interleave = True is not supported with grouped-query"),
     ({"kv_lora_rank": 512}, "kv_lora_rank = 512 is not supported with grouped-query attention"),
     ({"q_lora_rank": 512}, "q_lora_rank = 512 is not supported with grouped-query attention"),
     (

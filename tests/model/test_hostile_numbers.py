@@ -76,7 +76,7 @@ def used(cfg: ModelConfig) -> None:
     json.dumps(cfg.to_dict())
     assert cfg.softmax_scale > 0
     assert cfg.row.width > 0
-    assert cfg.page_unit > 0
+    assert cfg.attention.page_unit > 0
 
 
 @pytest.fixture(autouse=True)

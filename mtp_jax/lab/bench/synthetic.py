@@ -134,9 +134,11 @@ def _v4() -> ModelConfig:
         q_lora_rank=256,
         kv_lora_rank=0,
         qk_nope_head_dim=0,
+        qk_rope_head_dim=0,
         v_head_dim=0,
         compressed=CompressedConfig(
             head_dim=128,
+            rope=32,
             groups=4,
             group_rank=128,
             window=128,
