@@ -22,6 +22,7 @@ from mtp_jax.heads.kinds import kind_of
 from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import IndexerConfig, ModelConfig
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.head import Captures, DraftHead
 from mtp_jax.model.hf_config import read_json
 
@@ -32,7 +33,7 @@ _XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_to
 FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
     "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
-    "fp4", "int4_group", "drafter",
+    "fp4", "int4_group", "drafter", "family",
 }  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
         raise ConfigError(
             f"draft_captures = {captures!r}, but {folder.path} has NextN layers, which read no taps"
         )
-    own = by_tensors(ModelConfig.from_file(folder.path / "config.json"), folder.tensors)
+    own = by_tensors(config_of_file(folder.path / "config.json"), folder.tensors)
     pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [
         f"{name} is {mine!r}, the model's is {trunks!r}"

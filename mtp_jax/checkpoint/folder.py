@@ -13,7 +13,8 @@ from mtp_jax.checkpoint.safetensors_file import Tensor, open_file, shown
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_config import missing_folder, read_json, text_part
+from mtp_jax.model.family import config_of, text_part
+from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -124,7 +125,7 @@ def read_config(path: str | Path) -> tuple[ModelConfig, JsonObject]:
     """
     path = Path(path)
     raw = text_part(read_json(path / "config.json"))
-    cfg = ModelConfig.from_dict(raw)
+    cfg = config_of(raw)
     if (path / "generation_config.json").is_file():
         cfg = cfg.with_eos(read_json(path / "generation_config.json").get("eos_token_id"))
     return cfg, raw

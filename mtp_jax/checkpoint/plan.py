@@ -24,9 +24,10 @@ from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.heads.tables import EMBED
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import family_of
 from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.spec import leaves, may_be_narrow
-from mtp_jax.model.specs import Params, nextn_copies, nextn_name, param_specs, trunk_names
+from mtp_jax.model.specs import Params, param_specs
 
 # An error has a hint for each layer whose ratio the tensors contradict: a few show the pattern.
 _MOST_HINTS = 5
@@ -57,8 +58,9 @@ class LoadPlan:
 
     def specs(self, own: frozenset[str] = frozenset()) -> Params:
         """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
-        copies = (nextn_copies(self.config, k) for k in range(self.config.num_nextn_predict_layers))
-        return param_specs(self.config, [(embed in own, head in own) for embed, head in copies])
+        cfg = self.config
+        copies = (family_of(cfg).nextn_copies(cfg, k) for k in range(cfg.num_nextn_predict_layers))
+        return param_specs(cfg, [(embed in own, head in own) for embed, head in copies])
 
     def keeping(self, own: frozenset[str]) -> "LoadPlan":
         """The plan whose draft head has an embedding of its own only if it differs; own: as in ``specs``."""
@@ -70,8 +72,8 @@ class LoadPlan:
 
 def copied_from(cfg: ModelConfig, copy: str) -> str:
     """The trunk's tensor that a possible duplicate may be a copy of."""
-    embedded = ".emb" in copy or cfg.tie_word_embeddings
-    return trunk_names(cfg).embed if embedded else trunk_names(cfg).head
+    names = family_of(cfg).names
+    return names.embed if ".emb" in copy or cfg.tie_word_embeddings else names.head
 
 
 def make_plan(
@@ -133,9 +135,9 @@ def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = ""
     found = {n: t for n, t in folder.tensors.items() if n not in own} | draft.tensors
     wanted = cfg.num_nextn_predict_layers
     unread = () if cfg.drafter else {n for n in draft.tensors if (nextn_of(cfg, n) or 0) >= wanted}
-    copies = [name for k in range(wanted) for name in nextn_copies(cfg, k)]
+    copies = [name for k in range(wanted) for name in family_of(cfg).nextn_copies(cfg, k)]
     if cfg.tie_word_embeddings:
-        copies.append(trunk_names(cfg).head)
+        copies.append(family_of(cfg).names.head)
     head = head_of(cfg)
     if head and head.sizes and head.sizes.hidden_size == cfg.hidden_size:
         copies.append(EMBED)
@@ -177,13 +179,13 @@ def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: i
     raise CheckpointError(
         f"{draft.folder}: config.json says num_nextn_predict_layers = {declared}, but tensors of {present} "
         "NextN layers are present "
-        f"({nextn_name(cfg, min(present, declared))}.enorm.weight "
+        f"({family_of(cfg).nextn_name(cfg, min(present, declared))}.enorm.weight "
         f"{'is missing' if declared > present else 'is there'}); {fix}"
     )
 
 
 def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
-    dense = f"{nextn_name(cfg, k)}.mlp.gate_proj.weight"
+    dense = f"{family_of(cfg).nextn_name(cfg, k)}.mlp.gate_proj.weight"
     return cfg.n_routed_experts > 0 and not any(name in tensors for name in tensors_of(dense))
 
 
@@ -300,7 +302,7 @@ def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str])
         out.append(say("q_lora_rank", "null", "the tensors have no q_proj.weight"))
     if any("self_attn.q_a_proj.weight" in n for n in missing):
         out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
-    if (head := trunk_names(cfg).head) in missing:
+    if (head := family_of(cfg).names.head) in missing:
         out.append(say("tie_word_embeddings", "false", f"the tensors have no {head}"))
     if g := cfg.gqa:
         for key, declared, name in (

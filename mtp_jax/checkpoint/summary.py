@@ -23,6 +23,7 @@ from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import CompressedConfig, ModelConfig
+from mtp_jax.model.family import config_json
 from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
@@ -154,7 +155,7 @@ def summarise(
         for spec in leaves(about.specs):
             name = "F32" if spec.dtype(about.dtype) == "float32" else "BF16"
             _add(stored, name, spec.size, spec.nbytes(about.dtype))
-        architecture = about.config.to_dict()["model_type"]
+        architecture = config_json(about.config)["model_type"]
         return _summary(architecture, about.config, about.specs, "Orbax", 0, stored, devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)

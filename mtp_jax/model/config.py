@@ -1,15 +1,12 @@
 """Model configuration: one frozen ``ModelConfig``, whose values go together."""
 
 import math
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.json_object import JsonObject, is_number
-from mtp_jax.model import hf_config
+from mtp_jax.json_object import is_number
 from mtp_jax.model.attention_config import (
-    OF_MLA,
     AttentionConfig,
     CompressedConfig,
     GqaConfig,
@@ -24,7 +21,6 @@ from mtp_jax.model.config_parts import (
     HyperConfig,
     Scoring,
     YarnConfig,
-    check_size,
     is_whole,
 )
 from mtp_jax.model.hf_quantization import INT4_PER_WORD
@@ -53,7 +49,8 @@ class ModelConfig:
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
     tensors present, since some models ship a dense one. ``fp8``, ``fp4`` and ``int4_group``, the inputs
     that share a scale, say that the checkpoint has such weights; which they are, its tensors tell.
-    ``drafter`` describes a draft head beside the model, which drafts in the place of NextN layers.
+    ``drafter`` describes a draft head beside the model, which drafts in the place of NextN layers. ``family``
+    is a key of ``family.FAMILIES``: it says how the model is described and stored.
     """
 
     vocab_size: int
@@ -98,107 +95,10 @@ class ModelConfig:
     int4_group: int | None = None
     fp4: bool = False
     drafter: HeadConfig | None = None
+    family: str = "deepseek_v3"
 
     def __post_init__(self) -> None:
         _check(self)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "ModelConfig":
-        """Read ``config.json``. Raises ConfigError for unreadable JSON or an unsupported model."""
-        return cls.from_dict(hf_config.read_json(path))
-
-    @classmethod
-    def from_dict(cls, raw: JsonObject) -> "ModelConfig":
-        """Build from the parsed JSON of either dialect; a multimodal model is read as its text part.
-
-        Raises ConfigError.
-        """
-        raw = hf_config.text_part(raw)
-        translated = hf_config.translate(raw)
-        known = {f.name: f for f in fields(cls)}
-        values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
-        moe = bool(values.get("n_routed_experts"))
-        required = [n for n, f in known.items() if f.default is MISSING]
-        mla = not (values["gqa"] or values["compressed"])
-        required += [
-            *(_REQUIRED_OF_MOE if moe else ()),
-            *(_GROUPS if moe and not values["compressed"] else ()),
-        ]
-        required += OF_MLA if mla else ()
-        missing = [n for n in required if n not in values]
-        if missing:
-            family = "V4" if values["compressed"] else "V3"
-            raise ConfigError(
-                f"config.json lacks {', '.join(missing)}; a DeepSeek-{family} config has them all"
-            )
-        if not moe:
-            values["first_k_dense_replace"] = values["num_hidden_layers"]
-        for name, kind in _PARTS.items():
-            values[name] = None if values[name] is None else kind(**values[name])
-        try:
-            count = values.get("num_nextn_predict_layers", 0)
-            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, MOST + 1)))
-            return cls(**values)
-        except (TypeError, OverflowError) as e:
-            raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
-
-    def to_dict(self) -> JsonObject:
-        """``config.json`` in the dialect of the release, without quantisation."""
-        model_type, architecture = self._kind()
-        out: JsonObject = {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "hidden_act": "silu",
-            "topk_method": "noaux_tc",
-        }
-        of_mla = () if self.gqa is None else (*OF_MLA, "q_lora_rank")
-        left_out = {"fp8", "fp4", "int4_group", "indexer", "gqa", "compressed", "hyper", "drafter", *of_mla}
-        if self.compressed:
-            left_out |= {*OF_MLA, *_NOT_IN_V4}
-        else:
-            left_out |= {"swiglu_limit", "num_hash_layers"}
-        out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        out |= self._attention_keys() | self._index_keys() | (self.drafter.keys if self.drafter else {})
-        out["torch_dtype"] = out.pop("dtype")
-        ids = out.pop("eos_token_ids")
-        out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
-        if self.rope_scaling:
-            yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
-            if self.rope_scaling.truncate:
-                del yarn["truncate"]
-            out["rope_scaling"] = {"type": "yarn"} | yarn
-        out["nextn_moe"] = list(self.nextn_moe)
-        return out
-
-    def _kind(self) -> tuple[str, str]:
-        if self.compressed:
-            return "deepseek_v4", "DeepseekV4ForCausalLM"
-        if self.gqa:
-            return "glm4_moe", "Glm4MoeForCausalLM"
-        if self.indexer is None:
-            return "deepseek_v3", "DeepseekV3ForCausalLM"
-        if self.indexer.interleaved:
-            return "glm_moe_dsa", "GlmMoeDsaForCausalLM"
-        return "deepseek_v32", "DeepseekV32ForCausalLM"
-
-    def _attention_keys(self) -> JsonObject:
-        """Keys of ``config.json`` for attention beside the dimensions of MLA."""
-        g, c, h = self.gqa, self.compressed, self.hyper
-        if c and h:
-            ratios = {"compress_ratios": [*c.ratios, *(0,) * self.num_nextn_predict_layers]}
-            sizes = {key: getattr(part, name) for part in (c, h) for name, key in part.KEYS.items()}
-            return {"attention_bias": False, "num_key_value_heads": 1, **sizes, **ratios}
-        if g is None:
-            return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
-        return {key: getattr(g, name) for name, key in g.KEYS.items()}
-
-    def _index_keys(self) -> JsonObject:
-        """Keys of ``config.json`` for the indexer."""
-        i = self.indexer
-        if i is None:
-            return {}
-        types = ["shared" if shared else "full" for shared in i.shared]
-        return {key: getattr(i, name) for name, key in i.KEYS.items()} | {"indexer_types": types}
 
     @cached_property
     def attention(self) -> AttentionConfig:
@@ -258,34 +158,6 @@ class ModelConfig:
 DEFAULT_PAGE = 64
 """Tokens of a page where no number is asked for, of a model whose pages may have any."""
 
-# Fields that are read into classes of their own.
-_PARTS = {
-    "rope_scaling": YarnConfig,
-    "indexer": IndexerConfig,
-    "gqa": GqaConfig,
-    "compressed": CompressedConfig,
-    "hyper": HyperConfig,
-}
-
-# Fields without a key of their own in DeepSeek-V4's files.
-_NOT_IN_V4 = (
-    "intermediate_size",
-    "n_group",
-    "topk_group",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "rope_interleave",
-)
-
-# Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
-# back to.
-_REQUIRED_OF_MOE = (
-    "moe_intermediate_size",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-)
-_GROUPS = ("n_group", "topk_group")
-
 _POSITIVE = (
     "vocab_size",
     "hidden_size",
@@ -335,16 +207,8 @@ def _check(c: ModelConfig) -> None:
                 "no such key"
             )
     c.attention.check(c.num_attention_heads, c.num_hidden_layers, c.num_nextn_predict_layers)
-    if c.compressed:
-        assert c.hyper is not None, "files have both or neither"
+    if c.hyper:
         c.hyper.check()
-        need(is_number(c.swiglu_limit) and c.swiglu_limit > 0, "swiglu_limit", "a positive number")
-        check_size("q_lora_rank", c.q_lora_rank, ": queries have a low rank")
-        need(c.n_routed_experts > 0, "n_routed_experts", "a positive integer")
-        need(c.n_shared_experts == 1, "n_shared_experts", "1")
-        need(c.norm_topk_prob, "norm_topk_prob", "true")
-        most = c.num_hidden_layers
-        need(c.num_hash_layers <= most, "num_hash_layers", f"at most num_hidden_layers = {most}")
     need(all(is_whole(i, 0) and i <= MOST_SIZE for i in c.eos_token_ids), "eos_token_ids", "token ids")
     need(c.bos_token_id is None or is_whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
     for name in (*_POSITIVE, *_NATURAL, "bos_token_id"):

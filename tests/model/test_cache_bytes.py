@@ -8,7 +8,7 @@ from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page
 from mtp_jax.decode.state import StateShape
 from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.trunk import Model
 from tests.lab.planning.releases import write
 from tests.models import TINY
@@ -23,7 +23,7 @@ def size(tree) -> int:
 @pytest.mark.parametrize(("v4", "page"), [(True, 128), (True, 512), (False, 16)])
 def test_bytes_of_a_token_and_of_a_slot_are_those_of_a_state(dtype, v4, page):
     """Layers of every ratio and an MTP layer; without the hidden states at the end of a page."""
-    cfg = ModelConfig.from_dict(v4_config()) if v4 else TINY
+    cfg = config_of(v4_config()) if v4 else TINY
     pages, slots, widest = 5, 3, 4
     kind = {"dtype": "float32" if dtype == "fp8" else dtype, "fp8": dtype == "fp8"}
     shape = StateShape(slots, pages, page, 2, window=widest, **kind)

@@ -10,6 +10,7 @@ import pytest
 
 from mtp_jax.heads.eagle3.declared import Eagle3Config
 from mtp_jax.model.config import ModelConfig, YarnConfig
+from mtp_jax.model.family import config_json, config_of
 from mtp_jax.model.layers import angles_of
 from tests import eagle3
 from tests.golden import expected
@@ -77,7 +78,7 @@ def llama(**changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("name", SCALING)
 def test_a_config_that_is_written_reads_the_same(name: str):
     cfg = llama(rope_scaling=YarnConfig(**SCALING[name]))
-    assert ModelConfig.from_dict(cfg.to_dict()) == cfg
+    assert config_of(config_json(cfg)) == cfg
 
 
 @pytest.mark.parametrize("name", SCALING)
