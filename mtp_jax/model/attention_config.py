@@ -10,8 +10,11 @@ from typing import ClassVar
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import is_number
-from mtp_jax.model.config_parts import YarnConfig, check_even, check_part, check_size
+from mtp_jax.model.config_parts import RopeScaling, check_even, check_part, check_size
 from mtp_jax.model.hf_quantization import FP8_BLOCK
+
+Ropes = Sequence[tuple[float, RopeScaling | None]]
+"""The base of rope's frequencies and their scaling, of each kind of layers."""
 
 OF_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Fields of ``ModelConfig`` that a model with MLA needs."""
@@ -131,9 +134,9 @@ class AttentionConfig(ABC):
         """Whether tokens of a layer attend to entries of several tokens, too."""
         return False
 
-    def ropes(self, theta: float, yarn: YarnConfig | None) -> tuple[tuple[float, YarnConfig | None], ...]:
-        """Base and YaRN of the frequencies, of each kind of layers. theta, yarn: the model's."""
-        return ((theta, yarn),)
+    def ropes(self, theta: float, scaling: RopeScaling | None) -> Ropes:
+        """Base and scaling of the frequencies, of each kind of layers. theta, scaling: the model's."""
+        return ((theta, scaling),)
 
     def reads(self, layer: int, width: int, cached: int) -> Reads:
         """Rows that ``width`` tokens of a sequence read, which has ``cached`` of them.
@@ -475,9 +478,9 @@ class CompressedConfig(AttentionConfig):
         """See ``AttentionConfig``."""
         return self.ratio(layer) > 0
 
-    def ropes(self, theta: float, yarn: YarnConfig | None) -> tuple[tuple[float, YarnConfig | None], ...]:
-        """Base and YaRN of layers without entries, and of layers with entries."""
-        return (theta, None), (self.theta, yarn)
+    def ropes(self, theta: float, scaling: RopeScaling | None) -> Ropes:
+        """Base and scaling of layers without entries, and of layers with entries."""
+        return (theta, None), (self.theta, scaling)
 
     def reads(self, layer: int, width: int, cached: int) -> Reads:
         """The window's rows, and entries; a token that chooses reads its own entries."""

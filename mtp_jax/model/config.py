@@ -19,6 +19,7 @@ from mtp_jax.model.config_parts import (
     MOST_SIZE,
     HeadConfig,
     HyperConfig,
+    RopeScaling,
     Scoring,
     YarnConfig,
     is_whole,
@@ -76,7 +77,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_interleave: bool = True
-    rope_scaling: YarnConfig | None = None
+    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 4096
     indexer: IndexerConfig | None = None
     gqa: GqaConfig | None = None
@@ -124,8 +125,8 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """Factor on attention scores, YaRN's part included where the kind of attention has one."""
-        yarn = self.rope_scaling if self.attention.sharpened else None
-        return self.attention.key_dim**-0.5 * (yarn.softmax_factor if yarn else 1.0)
+        scaling = self.rope_scaling if self.attention.sharpened else None
+        return self.attention.key_dim**-0.5 * (scaling.softmax_factor if scaling else 1.0)
 
     def is_moe(self, layer: int) -> bool:
         """Whether trunk layer ``layer`` has an MoE block (first_k_dense_replace, moe_layer_freq)."""

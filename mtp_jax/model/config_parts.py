@@ -1,8 +1,9 @@
-"""Parts of a ``ModelConfig``: YaRN, hyper-connections, draft heads; checks of their values."""
+"""Parts of a ``ModelConfig``: scalings of rope, hyper-connections, draft heads; checks of their values."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from mtp_jax.errors import ConfigError
@@ -54,11 +55,84 @@ def check_part(part: Any, sizes: Iterable[str], flags: Iterable[str] = ()) -> No
 
 
 @dataclass(frozen=True)
-class YarnConfig:
-    """YaRN context extension (arXiv 2309.00071), in the names of ``rope_scaling``."""
+class RopeScaling(ABC):
+    """Rope for contexts longer than a model was first trained for, in the names of ``rope_scaling``.
+
+    A share of each frequency is divided by ``factor``.
+
+    Attributes:
+        rope_type: its value in config.json.
+    """
+
+    rope_type: ClassVar[str]
 
     factor: float
     original_max_position_embeddings: int
+
+    @abstractmethod
+    def shares(self, i: Any, inv: Any, theta: float) -> Any:
+        """The share of each frequency that is divided, an array of 0 to 1.
+
+        i: number of each frequency. inv: the frequencies. theta: their base.
+        """
+
+    @property
+    def rope_factor(self) -> float:
+        """The factor of cos and sin."""
+        return 1.0
+
+    @property
+    def softmax_factor(self) -> float:
+        """The factor of the softmax scale."""
+        return 1.0
+
+    @property
+    def keys(self) -> JsonObject:
+        """``rope_scaling`` of config.json."""
+        return {"rope_type": self.rope_type, **asdict(self)}
+
+    def check(self, theta: float) -> None:
+        """Raises ConfigError for values that do not go together, or with the base of rope's frequencies."""
+        original = self.original_max_position_embeddings
+        if not (is_whole(original, 1) and is_number(original)):
+            raise ConfigError(f"rope_scaling = {self}; expected whole original_max_position_embeddings >= 1")
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Llama 3.1's scaling: long waves are divided, short waves are kept, waves between are blended.
+
+    Attributes:
+        low_freq_factor: waves that fit the original context fewer times than this are divided.
+        high_freq_factor: waves that fit it more often than this are kept.
+    """
+
+    rope_type = "llama3"
+
+    low_freq_factor: float
+    high_freq_factor: float
+
+    def shares(self, i: Any, inv: Any, theta: float) -> Any:
+        """See ``RopeScaling``."""
+        times = inv * (self.original_max_position_embeddings / (2 * math.pi))
+        kept = (times - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return 1 - kept.clip(0, 1)
+
+    def check(self, theta: float) -> None:
+        """See ``RopeScaling``."""
+        super().check(theta)
+        if not (self.factor >= 1 and self.high_freq_factor > self.low_freq_factor > 0):
+            raise ConfigError(
+                f"rope_scaling = {self}; expected factor >= 1 and high_freq_factor > low_freq_factor > 0"
+            )
+
+
+@dataclass(frozen=True)
+class YarnConfig(RopeScaling):
+    """YaRN context extension (arXiv 2309.00071)."""
+
+    rope_type = "yarn"
+
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -71,7 +145,7 @@ class YarnConfig:
 
     @property
     def rope_factor(self) -> float:
-        """The factor of cos and sin."""
+        """See ``RopeScaling``."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -80,18 +154,37 @@ class YarnConfig:
 
     @property
     def softmax_factor(self) -> float:
-        """The factor of the softmax scale."""
+        """See ``RopeScaling``."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
+    @property
+    def keys(self) -> JsonObject:
+        """See ``RopeScaling``; in the dialect of the releases."""
+        said = {k: v for k, v in asdict(self).items() if v is not None}
+        if self.truncate:
+            del said["truncate"]
+        return {"type": self.rope_type, **said}
+
+    def shares(self, i: Any, inv: Any, theta: float) -> Any:
+        """See ``RopeScaling``; section 3.2 of the source."""
+        dims = 2 * len(inv)
+
+        def dim_of(rotations: float) -> float:
+            wavelength = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return dims * math.log(wavelength) / (2 * math.log(theta))
+
+        low, high = dim_of(self.beta_fast), dim_of(self.beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if self.truncate else (low, high)
+        low, high = max(low, 0), min(high, dims - 1)
+        return ((i - low) / max(high - low, 0.001)).clip(0, 1)
+
     def check(self, theta: float) -> None:
-        """Raises ConfigError for values that do not go together, or with the base of rope's frequencies."""
+        """See ``RopeScaling``."""
         if not (self.factor >= 1 and self.beta_fast >= self.beta_slow > 0):
             raise ConfigError(f"rope_scaling = {self}; expected factor >= 1 and beta_fast >= beta_slow > 0")
         if theta <= 1:
             raise ConfigError(f"rope_theta = {theta!r:.200}; expected more than 1 with YaRN")
-        original = self.original_max_position_embeddings
-        if not (is_whole(original, 1) and is_number(original)):
-            raise ConfigError(f"rope_scaling = {self}; expected whole original_max_position_embeddings >= 1")
+        super().check(theta)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Small parts that every block uses: RMSNorm, rotary embedding, activation."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.config import ModelConfig, YarnConfig
+from mtp_jax.model.attention_config import Ropes
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config_parts import RopeScaling
 
 
 @jax.named_scope("norm")
@@ -17,22 +17,14 @@ def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -
     return (x32 * scale * weight).astype(x.dtype)
 
 
-def _frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Float[Array, " r"]:
-    """Inverse frequencies, YaRN's blend included (arXiv 2309.00071, section 3.2), float32 [R/2]."""
+def _frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " r"]:
+    """Inverse frequencies, float32 [R/2], scaled where a model's context was extended."""
     i = jnp.arange(dims // 2, dtype=jnp.float32)
     inv = theta ** (-2 * i / dims)
-    if yarn is None:
+    if scaling is None:
         return inv
-
-    def dim_of(rotations: float) -> float:
-        wavelength = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return dims * math.log(wavelength) / (2 * math.log(theta))
-
-    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
-    low, high = (math.floor(low), math.ceil(high)) if yarn.truncate else (low, high)
-    low, high = max(low, 0), min(high, dims - 1)
-    ramp = jnp.clip((i - low) / max(high - low, 0.001), 0, 1)
-    return inv / yarn.factor * ramp + inv * (1 - ramp)
+    share = scaling.shares(i, inv, theta)
+    return inv / scaling.factor * share + inv * (1 - share)
 
 
 def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W ... 2 r"]:
@@ -46,12 +38,12 @@ def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, 
 
 def angles_of(cfg: ModelConfig, positions: Int[Array, "B W"], kind: int) -> Float[Array, "B W 2 r"]:
     """``rope_angles`` of one kind of layers."""
-    theta, yarn = _ropes(cfg)[kind]
-    angle = positions[..., None].astype(jnp.float32) * _frequencies(cfg.attention.rope_dim, theta, yarn)
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * (yarn.rope_factor if yarn else 1.0)
+    theta, scaling = _ropes(cfg)[kind]
+    angle = positions[..., None].astype(jnp.float32) * _frequencies(cfg.attention.rope_dim, theta, scaling)
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * (scaling.rope_factor if scaling else 1.0)
 
 
-def _ropes(cfg: ModelConfig) -> tuple[tuple[float, YarnConfig | None], ...]:
+def _ropes(cfg: ModelConfig) -> Ropes:
     return cfg.attention.ropes(cfg.rope_theta, cfg.rope_scaling)
 
 

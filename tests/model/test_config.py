@@ -226,7 +226,7 @@ REFUSED = [
     ({"model_type": "deepseek_v32"}, "config.json lacks index_n_heads, index_head_dim, index_topk; sparse"),
     ({"model_type": "deepseek_v2"}, "'deepseek_v2' is not supported: its softmax router"),
     ({"model_type": "kimi_k3"}, "'kimi_k3' is not supported: its layers mix"),
-    ({"model_type": "llama"}, "'llama' is not supported; expected one of deepseek_v3"),
+    ({"model_type": "mamba"}, "'mamba' is not supported; expected one of deepseek_v3"),
     ({"index_topk": 2048}, "config.json lacks index_n_heads, index_head_dim; sparse attention needs"),
     (INDEX | {"index_topk": 0}, "index_topk = 0; expected a whole number from 1 to"),
     (INDEX | {"index_head_dim": 32}, "index_head_dim = 32; expected qk_rope_head_dim = 64 or more"),

@@ -10,9 +10,12 @@ from mtp_jax.model.family.deepseek_v3 import DeepSeekV3
 from mtp_jax.model.family.deepseek_v4 import DeepSeekV4
 from mtp_jax.model.family.family import Family
 from mtp_jax.model.family.glm4_moe import Glm4Moe
+from mtp_jax.model.family.llama import Llama
 from mtp_jax.model.hf_config import read_json
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (DeepSeekV3(), Glm4Moe(), DeepSeekV4())}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (DeepSeekV3(), Glm4Moe(), DeepSeekV4(), Llama())
+}
 """Families by name, ``ModelConfig.family``."""
 
 _HYBRID = "its layers mix other kinds of attention with MLA"

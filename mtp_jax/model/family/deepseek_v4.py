@@ -12,7 +12,7 @@ from mtp_jax.model.attention_config import OF_MLA, CompressedConfig
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import HyperConfig, check_size
 from mtp_jax.model.family.family import OF_EXPERTS, Family, TrunkNames
-from mtp_jax.model.family.keys import yarn
+from mtp_jax.model.family.keys import scaled
 from mtp_jax.model.layer_specs import Layer, norm
 from mtp_jax.model.nextn_specs import NextN
 from mtp_jax.model.v4_specs import hyper_head, v4_block, whole
@@ -88,7 +88,7 @@ class DeepSeekV4(Family):
             "compressed": CompressedConfig(**compressed),
             "hyper": HyperConfig(**hyper),
             "rope_theta": _float(theta),
-            "rope_scaling": yarn(raw, _yarn_source(raw)),
+            "rope_scaling": scaled(raw, _yarn_source(raw)),
             "swiglu_limit": _float(raw["swiglu_limit"]),
             **dict.fromkeys(OF_MLA, 0),
             "num_hash_layers": _hash_layers(raw),

@@ -1,11 +1,11 @@
 """A family of models: its config.json, the names of its tensors, and its layers.
 
-The defaults are those of most releases: tensors as transformers names them, and NextN layers whose numbers go
+Most releases have its defaults: tensors as transformers names them, and NextN layers whose numbers go
 on behind the trunk's, as DeepSeek-V3 has them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from mtp_jax.errors import ConfigError
@@ -129,12 +129,7 @@ class Family:
         out["torch_dtype"] = out.pop("dtype")
         ids = out.pop("eos_token_ids")
         out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
-        out["rope_scaling"] = None
-        if cfg.rope_scaling:
-            yarn = {k: v for k, v in asdict(cfg.rope_scaling).items() if v is not None}
-            if cfg.rope_scaling.truncate:
-                del yarn["truncate"]
-            out["rope_scaling"] = {"type": "yarn"} | yarn
+        out["rope_scaling"] = cfg.rope_scaling.keys if cfg.rope_scaling else None
         out["nextn_moe"] = list(cfg.nextn_moe)
         return out
 
@@ -143,7 +138,7 @@ class Family:
         return self.name, f"{self.stem}ForCausalLM"
 
     def keys(self, cfg: ModelConfig) -> JsonObject:
-        """Keys of config.json for attention, and others that are not fields of the same name."""
+        """Keys of config.json for attention, and further keys that are no fields of the same name."""
         raise NotImplementedError
 
     # Tensors

@@ -4,11 +4,15 @@ Released DeepSeek checkpoints write ``rope_theta`` + ``rope_scaling`` + ``torch_
 ``rope_parameters`` + ``dtype``.
 """
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject, is_number
-from mtp_jax.model.config_parts import YarnConfig
+from mtp_jax.model.config_parts import RopeScaling, YarnConfig
+
+Scalings = Mapping[str, Callable[[JsonObject, JsonObject], RopeScaling]]
+"""Functions that read a scaling from config.json and the object in it that describes the scaling, by type."""
 
 
 def dense_layers(raw: JsonObject) -> JsonObject:
@@ -24,8 +28,8 @@ def dense_layers(raw: JsonObject) -> JsonObject:
     return {} if raw.get("first_k_dense_replace") is not None else {"first_k_dense_replace": dense}
 
 
-def rope(raw: JsonObject) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``. Raises ConfigError."""
+def rope(raw: JsonObject, known: Scalings | None = None) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling``. known: see ``scaled``. Raises ConfigError."""
     nested, scaling = (raw.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     if not isinstance(nested, dict) or not isinstance(scaling, dict):
         raise ConfigError(
@@ -36,26 +40,47 @@ def rope(raw: JsonObject) -> dict[str, Any]:
     if len(thetas) > 1:
         both = " and ".join(map(str, sorted(thetas)))
         raise ConfigError(f"rope_theta is given as {both}; expected one value")
-    return {"rope_theta": thetas.pop(), "rope_scaling": yarn(raw, scaling) or yarn(raw, nested)}
+    return {
+        "rope_theta": thetas.pop(),
+        "rope_scaling": scaled(raw, scaling, known) or scaled(raw, nested, known),
+    }
 
 
-def yarn(raw: JsonObject, scaling: JsonObject) -> YarnConfig | None:
-    """YaRN as an object describes it; None without. Raises ConfigError for another scaling."""
+def scaled(raw: JsonObject, scaling: JsonObject, known: Scalings | None = None) -> RopeScaling | None:
+    """The scaling that an object describes; None without.
+
+    known: functions that read it, by its type; None: YaRN's alone. Raises ConfigError for another type.
+    """
+    known = known or {"yarn": yarn}
     kind = scaling.get("rope_type") or scaling.get("type") or ("none" if "factor" in scaling else "default")
     if kind == "default":
         return None
-    if kind != "yarn":
-        raise ConfigError(f"rope scaling {kind!r} is not supported; expected 'yarn' or null")
+    if kind not in [*known]:  # it may be a list
+        raise ConfigError(
+            f"rope scaling {kind!r:.80} is not supported; expected {' or '.join(map(repr, known))} or null"
+        )
+    return known[kind](raw, scaling)
+
+
+def yarn(raw: JsonObject, scaling: JsonObject) -> YarnConfig:
+    """YaRN as an object describes it. Raises ConfigError."""
     truncate = scaling.get("truncate", True)
     if type(truncate) is not bool:
         raise ConfigError(f"yarn rope scaling with truncate = {truncate!r:.80}; expected true or false")
     names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-    values = {name: _number(name, scaling[name]) for name in names if scaling.get(name) is not None}
-    if "factor" not in values:
-        raise ConfigError(f"yarn rope scaling has no factor: {scaling!r:.200}")
+    values = numbers(scaling, names, ("factor",))
     # The check of ``YarnConfig`` reports a value of another type.
     original: Any = scaling.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
     return YarnConfig(original_max_position_embeddings=original, truncate=truncate, **values)
+
+
+def numbers(scaling: JsonObject, names: Iterable[str], needed: Iterable[str]) -> dict[str, float]:
+    """The numbers that describe a scaling. Raises ConfigError without the needed numbers."""
+    values = {name: _number(name, scaling[name]) for name in names if scaling.get(name) is not None}
+    if lacks := [name for name in needed if name not in values]:
+        kind = scaling.get("rope_type") or scaling.get("type")
+        raise ConfigError(f"{kind} rope scaling has no {', '.join(lacks)}: {scaling!r:.200}")
+    return values
 
 
 def _number(name: str, value: object) -> float:
