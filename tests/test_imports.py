@@ -167,6 +167,7 @@ _OF_MODEL = (
     "head",
     "hf_config",
     "hf_quantization",
+    "layer_names",
     "narrow",
     "params",
     "sharding",

@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mtp_jax.checkpoint.draft import FREE, Draft, in_place, open_draft
-from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config, shortlist
+from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
 from mtp_jax.checkpoint.plan import LoadPlan, copied_from, match
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
-from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.errors import CheckpointError, ConfigError, shortlist
 from mtp_jax.heads.tables import EMBED
 from mtp_jax.model.config import HeadConfig, ModelConfig
 from mtp_jax.model.family import family_of

@@ -6,6 +6,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.attention_config import OF_MLA
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family.family import Family
+from mtp_jax.model.family.hints import TensorNames, contradicts
 from mtp_jax.model.family.index_keys import index_keys, indexer
 from mtp_jax.model.family.keys import dense_layers, rope
 
@@ -30,6 +31,19 @@ class DeepSeekV3(Family):
     def translate(self, raw: JsonObject, kind: str) -> dict[str, Any]:
         """See ``Family``."""
         return {**dense_layers(raw), **rope(raw), "indexer": indexer(raw, _SPARSE.get(kind))}
+
+    def own_hints(self, cfg: ModelConfig, names: TensorNames) -> list[str]:
+        """See ``Family``; whether queries have a low rank, and of the indexer."""
+        out = super().own_hints(cfg, names)
+        if names.lacks("self_attn.q_proj.weight"):
+            out.append(contradicts("q_lora_rank", "null", "the tensors have no q_proj.weight"))
+        if names.lacks("self_attn.q_a_proj.weight"):
+            out.append(contradicts("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
+        if cfg.indexer is None and any(".indexer." in name for name in names.found):
+            out.append(
+                "the tensors have an indexer, as DeepSeek-V3.2 does, and config.json has no index_topk"
+            )
+        return out
 
     def kind(self, cfg: ModelConfig) -> tuple[str, str]:
         """See ``Family``."""

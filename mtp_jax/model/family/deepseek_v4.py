@@ -4,6 +4,8 @@ No key of config.json has a default: V4-Flash and V4-Pro differ in most of them,
 from both.
 """
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, ClassVar
 
 from mtp_jax.errors import ConfigError
@@ -12,7 +14,10 @@ from mtp_jax.model.attention_config import OF_MLA, CompressedConfig
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import HyperConfig, check_size
 from mtp_jax.model.family.family import OF_EXPERTS, Family, TrunkNames
+from mtp_jax.model.family.hints import TensorNames, contradicts, listed
 from mtp_jax.model.family.keys import scaled
+from mtp_jax.model.family.mtp_layers import mtp_layers
+from mtp_jax.model.layer_names import mtp_layer_of
 from mtp_jax.model.layer_specs import Layer, norm
 from mtp_jax.model.nextn_specs import NextN
 from mtp_jax.model.v4_specs import hyper_head, v4_block, whole
@@ -24,6 +29,8 @@ RATIOS = {
     "heavily_compressed_attention": 128,
 }
 _RATE_NAMES = {"compress_rate_csa": 4, "compress_rate_hca": 128}
+# An error has a hint for each layer whose ratio the tensors contradict: a few show the pattern.
+_MOST_HINTS = 5
 _HASH, _ROUTED = "hash_moe", "moe"
 _OF_YARN = "factor", "beta_fast", "beta_slow", "original_max_position_embeddings"
 # Needed in ``ModelConfig`` itself, under the same names.
@@ -53,6 +60,10 @@ class DeepSeekV4(Family):
         *("intermediate_size", "n_group", "topk_group", "first_k_dense_replace", "moe_layer_freq"),
         "rope_interleave",
     )
+    names_of_layers = "layers"
+    keeps_names = True
+    narrow = ("F8_E4M3", "I8")
+    scales = ("F8_E8M0", *Family.scales)
     names = TrunkNames("embed.weight", "norm.weight", "head.weight")
 
     def translate(self, raw: JsonObject, kind: str) -> dict[str, Any]:
@@ -139,13 +150,36 @@ class DeepSeekV4(Family):
         p = self.nextn_name(cfg, k)
         return f"{p}.emb.tok_emb.weight", f"{p}.head.weight"
 
-    def exported_name(self, cfg: ModelConfig, k: int, name: str) -> str:
+    def nextn_of(self, cfg: ModelConfig, name: str) -> int | None:
         """See ``Family``."""
-        return name
+        return mtp_layer_of(name)
 
-    def exported(self, cfg: ModelConfig) -> JsonObject:
+    def draft_layers(
+        self, cfg: ModelConfig, names: Collection[str], folder: Path
+    ) -> tuple[str | None, list[str]]:
+        """See ``Family``; ``STAGES`` of DSpark stages."""
+        return mtp_layers(names, folder)
+
+    def has_trunk(self, names: Collection[str]) -> bool:
         """See ``Family``."""
-        return {"architectures": [f"{self.stem}ForCausalLMNextN"]}
+        return any(name.startswith("layers.") for name in names)
+
+    def own_hints(self, cfg: ModelConfig, names: TensorNames) -> list[str]:
+        """See ``Family``; of layers whose tokens choose experts, and of compression ratios."""
+        assert cfg.compressed is not None, "a DeepSeek-V4 has compressed attention"
+        layer, out = r"layers\.(\d{1,9})\.", []
+        hashed = sorted(names.numbers(layer + r"ffn\.gate\.tid2eid"))
+        if hashed != list(range(cfg.num_hash_layers)):
+            got = f"the layers with tid2eid are {listed(hashed)}"
+            out.append(contradicts("num_hash_layers", cfg.num_hash_layers, got))
+        compressing = names.numbers(layer + r"attn\.compressor\.ape")
+        indexing = names.numbers(layer + r"attn\.indexer\.wq_b\.weight")
+        for i, ratio in enumerate(cfg.compressed.ratios):
+            want = 4 if i in indexing else 128 if i in compressing else 0
+            if ratio != want:
+                got = f"the tensors of layer {i} have {want}"
+                out.append(contradicts(f"compress_ratios[{i}]", ratio, got))
+        return out[:_MOST_HINTS]
 
     def nextn(self, cfg: ModelConfig, k: int, own: tuple[bool, bool]) -> NextN:
         """See ``Family``."""

@@ -4,16 +4,19 @@ Most releases have its defaults: tensors as transformers names them, and NextN l
 on behind the trunk's, as DeepSeek-V3 has them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtp_jax.errors import ConfigError
+from mtp_jax.errors import CheckpointError, ConfigError, shortlist
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import MOST
+from mtp_jax.model.family.hints import TensorNames, contradicts, listed
 from mtp_jax.model.family.keys import dtype_of
 from mtp_jax.model.hf_quantization import quantisation
+from mtp_jax.model.layer_names import layer_of, nextn_layers
 from mtp_jax.model.layer_specs import Layer, block, norm, table
 from mtp_jax.model.nextn_specs import NextN
 from mtp_jax.model.spec import Spec
@@ -48,6 +51,10 @@ class Family:
         needed_by_experts: further keys that a model with routed experts must have.
         unwritten: fields of ``ModelConfig`` that are no key of config.json.
         names: names of the trunk's tensors beside its layers.
+        names_of_layers: a pattern of the names of its layers, up to their numbers.
+        keeps_names: whether NextN layers have the same names in a folder of their own.
+        narrow: dtypes of narrow weights that its releases have.
+        scales: dtypes that the scales of FP8 weights may have.
     """
 
     name: str
@@ -63,6 +70,10 @@ class Family:
     needed: Sequence[str] = ()
     needed_by_experts: Sequence[str] = (*OF_EXPERTS, *_GROUPS)
     unwritten: Sequence[str] = ("swiglu_limit", "num_hash_layers")
+    names_of_layers: str = r"model\.layers"
+    keeps_names: bool = False
+    narrow: Sequence[str] = ("F8_E4M3",)
+    scales: tuple[str, ...] = ("F32", "BF16")
     names = TrunkNames("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
     # config.json
@@ -178,14 +189,76 @@ class Family:
 
     def exported_name(self, cfg: ModelConfig, k: int, name: str) -> str:
         """The name of a tensor of NextN layer ``k`` in a folder of these layers alone, as SGLang reads it."""
-        return name.replace(self.nextn_name(cfg, k), f"model.layers.{k}", 1)
+        return name if self.keeps_names else name.replace(self.nextn_name(cfg, k), f"model.layers.{k}", 1)
 
     def exported(self, cfg: ModelConfig) -> JsonObject:
         """The keys of config.json that differ in such a folder."""
         architectures = [f"{self.stem}ForCausalLMNextN"]
-        return {"architectures": architectures, "num_hidden_layers": cfg.num_nextn_predict_layers}
+        count = {} if self.keeps_names else {"num_hidden_layers": cfg.num_nextn_predict_layers}
+        return {"architectures": architectures, **count}
+
+    def nextn_of(self, cfg: ModelConfig, name: str) -> int | None:
+        """Number of the NextN layer that a tensor belongs to, None outside these layers."""
+        layer = layer_of(name)
+        return None if layer is None or layer < cfg.num_hidden_layers else layer - cfg.num_hidden_layers
+
+    def draft_layers(
+        self, cfg: ModelConfig, names: Collection[str], folder: Path
+    ) -> tuple[str | None, list[str]]:
+        """The kind of the draft layers in a model's own folder, None of NextN layers; and their tensors.
+
+        Raises CheckpointError where these are not the layers of such a model.
+        """
+        layers, first = nextn_layers(names), cfg.num_hidden_layers
+        others = {layer_of(name) for name in names} - {None, *layers}
+        if layers and not others and layers[0] != first:
+            raise no_model(folder, "NextN layers")
+        if layers and layers != list(range(first, first + len(layers))):
+            raise CheckpointError(
+                f"{folder}: config.json says num_hidden_layers = {first}, but the tensors have NextN layers "
+                f"at {shortlist(map(str, layers))}; expected them from layer {first} on"
+            )
+        return None, [name for name in names if layer_of(name) in layers]
+
+    def has_trunk(self, names: Collection[str]) -> bool:
+        """Whether a folder with draft layers may have a trunk, too."""
+        return True
+
+    def hints(self, cfg: ModelConfig, names: TensorNames) -> list[str]:
+        """Values of config.json that a folder's tensors contradict."""
+        out, found = [], self.names_of_layers
+        layers = names.numbers(rf"{found}\.(\d{{1,9}})\..*")
+        depth = len(layers - names.nextn)
+        if layers and depth != cfg.num_hidden_layers:
+            got = f"the tensors have {depth} trunk layers"
+            out.append(contradicts("num_hidden_layers", cfg.num_hidden_layers, got))
+        experts = names.numbers(rf"(?:{found}|mtp)\.\d{{1,9}}\.(?:mlp|ffn)\.experts\.(\d{{1,9}})\..*")
+        if experts and len(experts) != cfg.n_routed_experts:
+            out.append(
+                contradicts("n_routed_experts", cfg.n_routed_experts, f"the tensors have {len(experts)}")
+            )
+        out += self.own_hints(cfg, names)
+        if self.names.head in names.missing:
+            out.append(contradicts("tie_word_embeddings", "false", f"the tensors have no {self.names.head}"))
+        return out
+
+    def own_hints(self, cfg: ModelConfig, names: TensorNames) -> list[str]:
+        """Hints of this family alone: layers with experts."""
+        moe = sorted(names.numbers(rf"{self.names_of_layers}\.(\d{{1,9}})\.mlp\.gate\.weight") - names.nextn)
+        if moe == [i for i in range(cfg.num_hidden_layers) if cfg.is_moe(i)]:
+            return []
+        said = f"{cfg.first_k_dense_replace} (moe_layer_freq {cfg.moe_layer_freq})"
+        return [contradicts("first_k_dense_replace", said, f"the layers with experts are {listed(moe)}")]
 
     def tables(self, cfg: ModelConfig, k: int, own: tuple[bool, bool]) -> list[Spec | None]:
         """Embedding and head of a NextN layer, None where it has none of its own."""
         names = self.nextn_copies(cfg, k)
         return [table(name, cfg) if has else None for has, name in zip(own, names, strict=True)]
+
+
+def no_model(folder: Path, found: str) -> CheckpointError:
+    """The error where a model's folder has draft layers alone."""
+    return CheckpointError(
+        f"{folder} holds {found} that were exported by themselves, and no model; name the model, and "
+        "this folder with draft_model="
+    )

@@ -7,6 +7,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.attention_config import GqaConfig
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family.family import Family
+from mtp_jax.model.family.hints import TensorNames, contradicts
 from mtp_jax.model.family.index_keys import indexer
 from mtp_jax.model.family.keys import dense_layers, rope
 
@@ -29,6 +30,19 @@ class Glm4Moe(Family):
             "indexer": indexer(raw),  # which no model has beside it
             "rope_interleave": False if interleaved is None else interleaved,
         }
+
+    def own_hints(self, cfg: ModelConfig, names: TensorNames) -> list[str]:
+        """See ``Family``; of norms and biases of attention."""
+        assert cfg.gqa is not None, "a GLM-4.5 has grouped-query attention"
+        out = super().own_hints(cfg, names)
+        for key, declared, name in (
+            ("use_qk_norm", cfg.gqa.qk_norm, "q_norm.weight"),
+            ("attention_bias", cfg.gqa.bias, "q_proj.bias"),
+        ):
+            if declared != any(n.endswith(f".self_attn.{name}") for n in names.found):
+                have = "have no" if declared else "have"
+                out.append(contradicts(key, str(declared).lower(), f"the tensors {have} {name}"))
+        return out
 
     def keys(self, cfg: ModelConfig) -> JsonObject:
         """See ``Family``."""
