@@ -1,5 +1,10 @@
 """Errors a user can cause. Messages say the fault, the value got, the allowed values, and the change."""
 
+from collections.abc import Iterable
+
+_NAMES_SHOWN = 12
+_LONGEST_SHOWN = 200  # characters of a name: releases have 100 at most
+
 
 class MtpJaxError(Exception):
     """Base class: the command line prints its message without a traceback."""
@@ -36,3 +41,15 @@ class Overloaded(MtpJaxError):
 class EngineStopped(MtpJaxError):
     """The engine has failed, is shutting down, or has not been started in this event loop: it takes no
     requests."""
+
+
+def shown(name: str) -> str:
+    """A name in a file as messages have it: not longer than any that a release has."""
+    return name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+
+
+def shortlist(names: Iterable[str]) -> str:
+    """Names for an error message: the first dozen, none too long, and the number of further names."""
+    names = list(names)
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(map(shown, names[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")

@@ -32,7 +32,8 @@ from mtp_jax.engine.validate import check_config
 from mtp_jax.heads.blocks.declared import BlockHead
 from mtp_jax.heads.medusa.declared import MedusaTree
 from mtp_jax.model import nextn, trunk
-from mtp_jax.model.config import OF_MLA, GqaConfig, ModelConfig
+from mtp_jax.model.attention_config import OF_MLA
+from mtp_jax.model.config import GqaConfig, ModelConfig
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.params import Layer, Mlp, Moe, Params, Spec, param_specs
 from mtp_jax.model.sharding import data_size, param_sharding
@@ -73,7 +74,7 @@ def gqa(cfg: ModelConfig = TINY, kv_heads: int = 4, **changes: Any) -> ModelConf
     """The same model with grouped-query attention, its heads half rotated, normed and biased."""
     given = GqaConfig(kv_heads, head_dim=8, rotary=0.5, qk_norm=True, bias=True)
     no_mla: dict[str, Any] = {**dict.fromkeys(OF_MLA, 0), "q_lora_rank": None, "rope_interleave": False}
-    return replace(cfg, **no_mla, gqa=replace(given, **changes))
+    return replace(cfg, **no_mla, gqa=replace(given, **changes), family="glm4_moe")
 
 
 # One layer, of the kind that compiles fastest, for programs that are about something else than the model.

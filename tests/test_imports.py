@@ -84,9 +84,10 @@ WITHOUT_JAX = (
     "lab.planning.weights",
     "lab.planning.work",
     "machine",
-    "model.cache_bytes",
+    "model.attention_config",
     "model.config",
     "model.config_parts",
+    "model.family",
     "model.head",
     "model.hf_config",
     "model.hf_quantization",
@@ -158,13 +159,15 @@ OF_DRAFTING = (
 
 # A checkpoint fills parameters and places them; it knows nothing of what the model computes.
 _OF_MODEL = (
-    "cache_bytes",
+    "attention_config",
     "config",
     "config_parts",
     "device",
+    "family",
     "head",
     "hf_config",
     "hf_quantization",
+    "layer_names",
     "narrow",
     "params",
     "sharding",

@@ -17,6 +17,7 @@ from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.params import Params, param_specs
 from mtp_jax.model.spec import leaves
 from tests.checkpoint.files import Raw, write_raw
@@ -272,11 +273,11 @@ def by_name(cfg: ModelConfig, params: Params) -> Arrays:
 
 def model(**changes: Any) -> ModelConfig:
     """The configuration of such a model with its MTP layer."""
-    return ModelConfig.from_dict(v4_config(**changes)).with_nextn((True,))
+    return config_of(v4_config(**changes)).with_nextn((True,))
 
 
 def staged(**changes: Any) -> ModelConfig:
     """The configuration of such a model with DSpark stages in the place of its MTP layer."""
     raw = v4_config(**DSPARK | changes)
-    trunk = ModelConfig.from_dict(raw).with_nextn(())
+    trunk = config_of(raw).with_nextn(())
     return replace(trunk, drafter=StagesConfig.of(raw, trunk, raw["n_mtp_layers"]))

@@ -25,6 +25,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import multiplies_bf16, platform
 from mtp_jax.model.expert_slots import with_slots
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
 from mtp_jax.model.sharding import with_auto_axes
@@ -62,7 +63,7 @@ def describe_simulated(options: LLMOptions) -> Described:
     """A model to be simulated. Raises ConfigError."""
     directory = _directory(options)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
-    config = _with_eos(ModelConfig.from_file(directory / "config.json"), tokenizer)
+    config = _with_eos(config_of_file(directory / "config.json"), tokenizer)
     sampling = sampling_defaults(directory, options.sampling_defaults)
     return Described(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
 
@@ -84,7 +85,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     options = replace(options, mesh=with_auto_axes(options.mesh))
     directory = _directory(options)
     # Everything that can be wrong with the options is found before the weights are read.
-    described = ModelConfig.from_file(directory / "config.json")
+    described = config_of_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
     _check_dtype(engine)
     if engine.law:

@@ -4,26 +4,27 @@
 * lmsys NextN (SGLang's export): ``model.layers.{k}.*``;
 * xLLM export: the block under ``model.layers.0.*``, the rest (enorm, ...) directly under ``model.*``.
 
-DeepSeek-V4 has its draft layers in place alone, as ``mtp.{k}.*`` (``mtp``).
+DeepSeek-V4 has its draft layers in place alone, as ``mtp.{k}.*`` (``mtp_layers``).
 """
 
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from mtp_jax.checkpoint import mtp
-from mtp_jax.checkpoint.folder import Folder, shortlist
+from mtp_jax.checkpoint.folder import Folder
 from mtp_jax.checkpoint.formats import by_tensors
 from mtp_jax.checkpoint.head import check_ids, head_tensors
-from mtp_jax.checkpoint.layer_names import LAYER, layer_of, mtp_layer_of, nextn_layers
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.errors import CheckpointError, ConfigError, shortlist
 from mtp_jax.heads.kinds import kind_of
 from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import IndexerConfig, ModelConfig
+from mtp_jax.model.family import config_of_file, family_of
+from mtp_jax.model.family.mtp_layers import STAGES
 from mtp_jax.model.head import Captures, DraftHead
 from mtp_jax.model.hf_config import read_json
+from mtp_jax.model.layer_names import LAYER, layer_of, mtp_layer_of, nextn_layers
 
 IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
 
@@ -32,7 +33,7 @@ _XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_to
 FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
     "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
-    "fp4", "int4_group", "drafter",
+    "fp4", "int4_group", "drafter", "family",
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ class Draft:
 
     Attributes:
         folder: the folder with the NextN layers or the head.
-        layout: IN_PLACE, LMSYS or XLLM; of a head its kind; ``mtp.STAGES`` of DSpark stages.
+        layout: IN_PLACE, LMSYS or XLLM; of a head its kind; ``STAGES`` of DSpark stages.
         tensors: their tensors under the names of the release, of a head under the names of ``specs``.
         config: the configuration in this folder's config.json, which says how these weights are stored.
         unknown: tensors in the folder that do not belong to the layout.
@@ -58,7 +59,7 @@ class Draft:
 
     def described(self, raw: JsonObject, cfg: ModelConfig) -> "Draft":
         """The draft with its stages, if it has any, as config.json describes them. Raises ConfigError."""
-        if self.layout != mtp.STAGES:
+        if self.layout != STAGES:
             return self
         count = len({mtp_layer_of(name) for name in self.tensors})
         try:
@@ -69,10 +70,7 @@ class Draft:
 
 def nextn_of(cfg: ModelConfig, name: str) -> int | None:
     """Number of the NextN layer that a tensor of the release belongs to, None outside these layers."""
-    if cfg.compressed:
-        return mtp_layer_of(name)
-    layer = layer_of(name)
-    return None if layer is None or layer < cfg.num_hidden_layers else layer - cfg.num_hidden_layers
+    return family_of(cfg).nextn_of(cfg, name)
 
 
 def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
@@ -80,29 +78,8 @@ def in_place(folder: Folder, cfg: ModelConfig) -> Draft:
 
     Raises CheckpointError if they do not follow the trunk's layers, or are of two kinds.
     """
-    if cfg.compressed:
-        layout, tensors = mtp.layers(folder)
-        return Draft(folder.path, layout or IN_PLACE, tensors, cfg)
-    layers = nextn_layers(folder.tensors)
-    first = cfg.num_hidden_layers
-    others = {layer_of(n) for n in folder.tensors} - {None, *layers}
-    if layers and not others and layers[0] != first:
-        raise no_model(folder, "NextN layers")
-    if layers and layers != list(range(first, first + len(layers))):
-        raise CheckpointError(
-            f"{folder.path}: config.json says num_hidden_layers = {first}, but the tensors have NextN layers "
-            f"at {shortlist(map(str, layers))}; expected them from layer {first} on"
-        )
-    tensors = {n: t for n, t in folder.tensors.items() if layer_of(n) in layers}
-    return Draft(folder.path, IN_PLACE, tensors, cfg)
-
-
-def no_model(folder: Folder, found: str) -> CheckpointError:
-    """The error where a model's folder has draft layers alone."""
-    return CheckpointError(
-        f"{folder.path} holds {found} that were exported by themselves, and no model; name the model, and "
-        "this folder with draft_model="
-    )
+    layout, names = family_of(cfg).draft_layers(cfg, folder.tensors, folder.path)
+    return Draft(folder.path, layout or IN_PLACE, {name: folder.tensors[name] for name in names}, cfg)
 
 
 def _of_layer(cfg: ModelConfig, name: str) -> object:
@@ -131,7 +108,7 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
         raise ConfigError(
             f"draft_captures = {captures!r}, but {folder.path} has NextN layers, which read no taps"
         )
-    own = by_tensors(ModelConfig.from_file(folder.path / "config.json"), folder.tensors)
+    own = by_tensors(config_of_file(folder.path / "config.json"), folder.tensors)
     pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [
         f"{name} is {mine!r}, the model's is {trunks!r}"
@@ -141,7 +118,7 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
     if differing:
         raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")
     first, layers = cfg.num_hidden_layers, nextn_layers(folder.tensors)
-    if cfg.compressed:
+    if family_of(cfg).keeps_names:
         draft = replace(in_place(folder, cfg), config=own)
         if not draft.tensors:
             raise CheckpointError(

@@ -3,21 +3,20 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtp_jax.checkpoint.compressed_tensors import as_released
-from mtp_jax.checkpoint.layer_names import layer_of, mtp_layer_of, nextn_layers
-from mtp_jax.checkpoint.safetensors_file import Tensor, open_file, shown
-from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
+from mtp_jax.errors import CheckpointError, ConfigError, shortlist, shown
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.hf_config import missing_folder, read_json, text_part
+from mtp_jax.model.family import config_of, text_part
+from mtp_jax.model.hf_config import missing_folder, read_json
+from mtp_jax.model.layer_names import layer_of, mtp_layer_of, nextn_layers
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_NAMES_IN_ERRORS = 12
 _LONGEST_NAME = 255  # bytes: NAME_MAX of Linux (limits.h)
 
 
@@ -50,13 +49,6 @@ def as_folder(path: Path, tensors: dict[str, Tensor]) -> Folder:
             raise CheckpointError(f"{tensor} is also there as {shown(into[new].name)}; expected one of them")
         into[new] = tensor
     return folder
-
-
-def shortlist(names: Iterable[str]) -> str:
-    """Names for an error message: the first dozen, none too long, and the number of further names."""
-    names = list(names)
-    more = len(names) - _NAMES_IN_ERRORS
-    return ", ".join(map(shown, names[:_NAMES_IN_ERRORS])) + (f" and {more} more" if more > 0 else "")
 
 
 def open_folder(path: str | Path) -> Folder:
@@ -124,7 +116,7 @@ def read_config(path: str | Path) -> tuple[ModelConfig, JsonObject]:
     """
     path = Path(path)
     raw = text_part(read_json(path / "config.json"))
-    cfg = ModelConfig.from_dict(raw)
+    cfg = config_of(raw)
     if (path / "generation_config.json").is_file():
         cfg = cfg.with_eos(read_json(path / "generation_config.json").get("eos_token_id"))
     return cfg, raw

@@ -11,6 +11,7 @@ from mtp_jax.checkpoint import fp4, fp8, int4
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import family_of
 from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK, INT4_PER_WORD
 from mtp_jax.model.narrow import MOST_UE8M0, Bf16, Fp4, Fp8, Int4, Narrow
 from mtp_jax.model.spec import Spec, columns_spec, scale_name, scale_spec
@@ -145,7 +146,7 @@ class _InFp8:
 
     def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
         why = f": one scale per 128x128 block of {list(shape)}"
-        scales = fp8.SCALES_V4 if cfg.compressed else fp8.SCALES
+        scales = family_of(cfg).scales
         return (
             StoredPart(name, ("F8_E4M3",), shape, " from config.json"),
             StoredPart(scale_name(name), scales, fp8.scale_shape(shape), why),
@@ -297,7 +298,7 @@ def tensors_of(name: str) -> tuple[str, ...]:
 
 def by_tensors(cfg: ModelConfig, tensors: Tensors) -> ModelConfig:
     """A config whose files decide whether experts are in FP4, where it announces narrow weights."""
-    if not cfg.compressed or not (cfg.fp8 or cfg.fp4):
+    if "I8" not in family_of(cfg).narrow or not (cfg.fp8 or cfg.fp4):
         return cfg
     return replace(cfg, fp4=any(t.dtype == "I8" for t in tensors.values()))
 

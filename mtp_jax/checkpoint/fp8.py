@@ -9,10 +9,6 @@ import numpy as np
 
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 
-# Dtypes of scales, in safetensors' words.
-SCALES = ("F32", "BF16")
-SCALES_V4 = ("F8_E8M0", *SCALES)
-
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scale of a weight: one entry for every block, partial blocks included."""

@@ -4,8 +4,8 @@ import numpy as np
 
 from mtp_jax.checkpoint.folder import Folder
 from mtp_jax.checkpoint.formats import IDS
-from mtp_jax.checkpoint.safetensors_file import Tensor, shown
-from mtp_jax.errors import CheckpointError
+from mtp_jax.checkpoint.safetensors_file import Tensor
+from mtp_jax.errors import CheckpointError, shown
 from mtp_jax.heads.tables import CHOSEN, OFFSETS
 from mtp_jax.model.head import DRAFT_HEAD, DraftHead
 

@@ -21,6 +21,7 @@ from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.heads.kinds import head_from_json, head_to_json
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json
 from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
@@ -107,7 +108,7 @@ def save(path: str | Path, cfg: ModelConfig, params: Params) -> None:
     path.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as store:
         store.save(path / "params", _flat(params))
-    write_json(path / "config.json", cfg.to_dict() | {"torch_dtype": _dtype_name(params)})
+    write_json(path / "config.json", config_json(cfg) | {"torch_dtype": _dtype_name(params)})
     own = [[name for name in ("embed", "head") if getattr(p, name) is not None] for p in params.nextn]
     head = head_of(cfg)
     kept = {"draft_head": head_to_json(head)} if head else {}

@@ -1,13 +1,12 @@
 """The plan of a load: each expected tensor found, each found tensor accounted for. Reads headers only."""
 
 import re
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from mtp_jax.checkpoint.draft import Draft, in_place, nextn_of, no_model, open_draft
-from mtp_jax.checkpoint.folder import Folder, open_folder, read_config, shortlist
+from mtp_jax.checkpoint.draft import Draft, in_place, nextn_of, open_draft
+from mtp_jax.checkpoint.folder import Folder, open_folder, read_config
 from mtp_jax.checkpoint.formats import (
     FORMATS,
     IDS,
@@ -18,18 +17,18 @@ from mtp_jax.checkpoint.formats import (
     spec_names,
     tensors_of,
 )
-from mtp_jax.checkpoint.layer_names import nextn_layers
-from mtp_jax.checkpoint.mtp import STAGES
 from mtp_jax.checkpoint.safetensors_file import Tensor
-from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.errors import CheckpointError, ConfigError, shortlist
 from mtp_jax.heads.tables import EMBED
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import family_of
+from mtp_jax.model.family.family import no_model
+from mtp_jax.model.family.hints import TensorNames
+from mtp_jax.model.family.mtp_layers import STAGES
 from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.spec import leaves, may_be_narrow
-from mtp_jax.model.specs import Params, nextn_copies, nextn_name, param_specs, trunk_names
+from mtp_jax.model.specs import Params, param_specs
 
-# An error has a hint for each layer whose ratio the tensors contradict: a few show the pattern.
-_MOST_HINTS = 5
 _IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
 
 
@@ -57,8 +56,9 @@ class LoadPlan:
 
     def specs(self, own: frozenset[str] = frozenset()) -> Params:
         """The tree of Spec to fill; ``own``: duplicates that turned out to differ."""
-        copies = (nextn_copies(self.config, k) for k in range(self.config.num_nextn_predict_layers))
-        return param_specs(self.config, [(embed in own, head in own) for embed, head in copies])
+        cfg = self.config
+        copies = (family_of(cfg).nextn_copies(cfg, k) for k in range(cfg.num_nextn_predict_layers))
+        return param_specs(cfg, [(embed in own, head in own) for embed, head in copies])
 
     def keeping(self, own: frozenset[str]) -> "LoadPlan":
         """The plan whose draft head has an embedding of its own only if it differs; own: as in ``specs``."""
@@ -70,8 +70,8 @@ class LoadPlan:
 
 def copied_from(cfg: ModelConfig, copy: str) -> str:
     """The trunk's tensor that a possible duplicate may be a copy of."""
-    embedded = ".emb" in copy or cfg.tie_word_embeddings
-    return trunk_names(cfg).embed if embedded else trunk_names(cfg).head
+    names = family_of(cfg).names
+    return names.embed if ".emb" in copy or cfg.tie_word_embeddings else names.head
 
 
 def make_plan(
@@ -96,8 +96,8 @@ def make_plan(
     folder = open_folder(model_dir)
     cfg = by_tensors(cfg, folder.tensors)
     own = in_place(folder, cfg)
-    if cfg.compressed and own.tensors and not any(name.startswith("layers.") for name in folder.tensors):
-        raise no_model(folder, own.layout if own.layout == STAGES else "MTP layers")
+    if own.tensors and not family_of(cfg).has_trunk(folder.tensors):
+        raise no_model(folder.path, own.layout if own.layout == STAGES else "MTP layers")
     if draft_captures is not None and draft_model is None:
         raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
     if draft_model is not None:
@@ -133,9 +133,9 @@ def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = ""
     found = {n: t for n, t in folder.tensors.items() if n not in own} | draft.tensors
     wanted = cfg.num_nextn_predict_layers
     unread = () if cfg.drafter else {n for n in draft.tensors if (nextn_of(cfg, n) or 0) >= wanted}
-    copies = [name for k in range(wanted) for name in nextn_copies(cfg, k)]
+    copies = [name for k in range(wanted) for name in family_of(cfg).nextn_copies(cfg, k)]
     if cfg.tie_word_embeddings:
-        copies.append(trunk_names(cfg).head)
+        copies.append(family_of(cfg).names.head)
     head = head_of(cfg)
     if head and head.sizes and head.sizes.hidden_size == cfg.hidden_size:
         copies.append(EMBED)
@@ -177,13 +177,13 @@ def _count_nextn(cfg: ModelConfig, draft: Draft, declared: int | None, wanted: i
     raise CheckpointError(
         f"{draft.folder}: config.json says num_nextn_predict_layers = {declared}, but tensors of {present} "
         "NextN layers are present "
-        f"({nextn_name(cfg, min(present, declared))}.enorm.weight "
+        f"({family_of(cfg).nextn_name(cfg, min(present, declared))}.enorm.weight "
         f"{'is missing' if declared > present else 'is there'}); {fix}"
     )
 
 
 def _is_moe(cfg: ModelConfig, k: int, tensors: dict[str, Tensor]) -> bool:
-    dense = f"{nextn_name(cfg, k)}.mlp.gate_proj.weight"
+    dense = f"{family_of(cfg).nextn_name(cfg, k)}.mlp.gate_proj.weight"
     return cfg.n_routed_experts > 0 and not any(name in tensors for name in tensors_of(dense))
 
 
@@ -212,8 +212,7 @@ class _Accounting:
                     f"{tensor} has shape {list(tensor.shape)}; expected {list(shape)} from config.json"
                 )
             if tensor.dtype not in dtypes:
-                narrow = ("F8_E4M3", "I8") if self.cfg.compressed else ("F8_E4M3",)
-                also = narrow if may_be_narrow(name) else ()
+                also = family_of(self.cfg).narrow if may_be_narrow(name) else ()
                 allowed = ", ".join((*dtypes, *also))
                 self.wrong.append(f"{tensor} has dtype {tensor.dtype}; expected one of {allowed}")
 
@@ -261,7 +260,7 @@ class _Accounting:
         lines += [f"missing ({len(self.missing)}): {shortlist(self.missing)}"] if self.missing else []
         lines += [f"unexpected ({len(unexpected)}): {_by_file(unexpected)}"] if unexpected else []
         lines += self.wrong[:20] + ([f"and {len(self.wrong) - 20} more"] if len(self.wrong) > 20 else [])
-        lines += _hints(self.cfg, self.found, self.missing)
+        lines += family_of(self.cfg).hints(self.cfg, TensorNames(self.found, self.missing))
         raise CheckpointError("\n  ".join(lines))
 
 
@@ -270,66 +269,3 @@ def _by_file(tensors: list[Tensor]) -> str:
     for t in tensors:
         files.setdefault(t.file.path, []).append(t.name)
     return "; ".join(f"{path.name}: {shortlist(names)}" for path, names in files.items())
-
-
-def _hints(cfg: ModelConfig, found: dict[str, Tensor], missing: Collection[str]) -> list[str]:
-    """Config values that the tensors contradict."""
-
-    def numbers(pattern: str) -> set[int]:
-        matches = (re.fullmatch(pattern, n) for n in found)
-        return {int(m[1]) for m in matches if m}
-
-    say, out = _contradicts, []
-    layers = numbers(r"(?:model\.)?layers\.(\d{1,9})\..*")
-    nextn = set(nextn_layers(found))
-    depth = len(layers - nextn)
-    if layers and depth != cfg.num_hidden_layers:
-        out.append(say("num_hidden_layers", cfg.num_hidden_layers, f"the tensors have {depth} trunk layers"))
-    experts = numbers(r"(?:(?:model\.)?layers|mtp)\.\d{1,9}\.(?:mlp|ffn)\.experts\.(\d{1,9})\..*")
-    if experts and len(experts) != cfg.n_routed_experts:
-        out.append(say("n_routed_experts", cfg.n_routed_experts, f"the tensors have {len(experts)}"))
-    if cfg.compressed:
-        out += _v4_hints(cfg, cfg.compressed.ratios, numbers)
-    moe = sorted(numbers(r"(?:model\.)?layers\.(\d{1,9})\.(?:mlp|ffn)\.gate\.weight") - nextn)
-    expected = [i for i in range(cfg.num_hidden_layers) if cfg.is_moe(i)]
-    if moe != expected and not cfg.compressed:
-        key = "first_k_dense_replace"
-        got = f"the layers with experts are {shortlist(map(str, moe)) or 'none'}"
-        out.append(say(key, f"{cfg.first_k_dense_replace} (moe_layer_freq {cfg.moe_layer_freq})", got))
-    if cfg.gqa is None and any("self_attn.q_proj.weight" in n for n in missing):
-        out.append(say("q_lora_rank", "null", "the tensors have no q_proj.weight"))
-    if any("self_attn.q_a_proj.weight" in n for n in missing):
-        out.append(say("q_lora_rank", cfg.q_lora_rank, "the tensors have no q_a_proj.weight"))
-    if (head := trunk_names(cfg).head) in missing:
-        out.append(say("tie_word_embeddings", "false", f"the tensors have no {head}"))
-    if g := cfg.gqa:
-        for key, declared, name in (
-            ("use_qk_norm", g.qk_norm, "q_norm.weight"),
-            ("attention_bias", g.bias, "q_proj.bias"),
-        ):
-            if declared != any(n.endswith(f".self_attn.{name}") for n in found):
-                have = "have no" if declared else "have"
-                out.append(say(key, str(declared).lower(), f"the tensors {have} {name}"))
-    if cfg.indexer is None and cfg.compressed is None and any(".indexer." in n for n in found):
-        out.append("the tensors have an indexer, as DeepSeek-V3.2 does, and config.json has no index_topk")
-    return out
-
-
-def _contradicts(key: str, got: object, tensors: str) -> str:
-    return f"config.json says {key} = {got}; {tensors}"
-
-
-def _v4_hints(cfg: ModelConfig, ratios: tuple[int, ...], numbers: Callable[[str], set[int]]) -> list[str]:
-    """Config values of DeepSeek-V4 that the tensors contradict. numbers: layers of names with a pattern."""
-    layer, out = r"layers\.(\d{1,9})\.", []
-    hashed = sorted(numbers(layer + r"ffn\.gate\.tid2eid"))
-    if hashed != list(range(cfg.num_hash_layers)):
-        got = f"the layers with tid2eid are {shortlist(map(str, hashed)) or 'none'}"
-        out.append(_contradicts("num_hash_layers", cfg.num_hash_layers, got))
-    compressing = numbers(layer + r"attn\.compressor\.ape")
-    indexing = numbers(layer + r"attn\.indexer\.wq_b\.weight")
-    for i, ratio in enumerate(ratios):
-        want = 4 if i in indexing else 128 if i in compressing else 0
-        if ratio != want:
-            out.append(_contradicts(f"compress_ratios[{i}]", ratio, f"the tensors of layer {i} have {want}"))
-    return out[:_MOST_HINTS]

@@ -20,11 +20,11 @@ from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
+from mtp_jax.model.family import family_of
 from mtp_jax.model.head import Captures
 from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Moe, Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
-from mtp_jax.model.specs import trunk_names
 
 # Bytes read at a time: they fit the caches next to a core, so that their copy into the array costs little.
 _PIECE_BYTES = 1 << 20
@@ -89,7 +89,7 @@ def load_plan(
     """
     count = _Counter(plan.tensors, progress)
     count.add(*plan.duplicates)
-    names = trunk_names(plan.config)
+    names = family_of(plan.config).names
     if names.head in own:
         raise CheckpointError(
             f"{plan.tensors[names.head]} differs from {names.embed}, but config.json says "

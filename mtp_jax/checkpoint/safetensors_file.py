@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from safetensors import SafetensorError, safe_open
 
-from mtp_jax.errors import CheckpointError
+from mtp_jax.errors import CheckpointError, shown
 
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
@@ -33,13 +33,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "BOOL": np.dtype("?"),
 }  # fmt: skip
 _LENGTH = 8  # bytes before the header, with its length
-_LONGEST_SHOWN = 200  # characters of a name: releases have 100 at most
 _MOST_HEADER = 100_000_000  # bytes: the library refuses a longer header by its length
-
-
-def shown(name: str) -> str:
-    """A name in a file as messages have it: not longer than any that a release has."""
-    return name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
 
 
 @dataclass(frozen=True)

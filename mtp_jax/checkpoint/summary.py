@@ -22,8 +22,8 @@ from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.cache_bytes import token_bytes
 from mtp_jax.model.config import CompressedConfig, ModelConfig
+from mtp_jax.model.family import config_json
 from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
@@ -155,7 +155,7 @@ def summarise(
         for spec in leaves(about.specs):
             name = "F32" if spec.dtype(about.dtype) == "float32" else "BF16"
             _add(stored, name, spec.size, spec.nbytes(about.dtype))
-        architecture = about.config.to_dict()["model_type"]
+        architecture = config_json(about.config)["model_type"]
         return _summary(architecture, about.config, about.specs, "Orbax", 0, stored, devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
@@ -230,12 +230,14 @@ def _summary(
     check_divisible(cfg, AbstractMesh(tuple(mesh.values()), tuple(mesh)))
     specs = list(leaves(params))
     total, active, nextn = parameter_counts(cfg)
-    layers, page = cfg.num_hidden_layers + cfg.num_nextn_predict_layers, cfg.usual_page
+    layers, page = range(cfg.num_hidden_layers + cfg.num_nextn_predict_layers), cfg.usual_page
 
-    def of_head(dtype: str) -> float:
+    def per_token(dtype: str) -> float:
+        """Bytes of a token in the caches of all layers, the drafter's included."""
         sizes = (head := head_of(cfg)) and head.sizes
         last = sizes.num_hidden_layers if sizes else 0  # a head's layers cache as NextN layers do
-        return last * token_bytes(sizes, last, dtype, page) if sizes else 0
+        of_head = last * sizes.attention.token_bytes(last, dtype, page) if sizes else 0
+        return of_head + sum(cfg.attention.token_bytes(i, dtype, page) for i in layers)
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
         return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
@@ -257,10 +259,7 @@ def _summary(
             name: sum(size(s) // s.parts(mesh) for s in specs) for name, size in sizes.items()
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
-        cache_bytes_per_token={
-            dtype: math.ceil(sum(token_bytes(cfg, i, dtype, page) for i in range(layers)) + of_head(dtype))
-            for dtype in (*type_of, "fp8")
-        },
+        cache_bytes_per_token={dtype: math.ceil(per_token(dtype)) for dtype in (*type_of, "fp8")},
         unread=unread or {},
     )
 

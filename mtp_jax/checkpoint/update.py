@@ -10,20 +10,20 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mtp_jax.checkpoint.draft import FREE, Draft, in_place, open_draft
-from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config, shortlist
+from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
 from mtp_jax.checkpoint.plan import LoadPlan, copied_from, match
 from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
 from mtp_jax.checkpoint.safetensors_file import hold
-from mtp_jax.errors import CheckpointError, ConfigError
+from mtp_jax.errors import CheckpointError, ConfigError, shortlist
 from mtp_jax.heads.tables import EMBED
 from mtp_jax.model.config import HeadConfig, ModelConfig
+from mtp_jax.model.family import family_of
 from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
-from mtp_jax.model.specs import nextn_copies
 
 WeightSource = str | Path | Mapping[str, ArrayLike]
 """A folder of safetensors files, or the tensors themselves by the names of the release."""
@@ -149,7 +149,7 @@ def _own_copies(cfg: ModelConfig, now: Params) -> frozenset[str]:
     """Names of the own embeddings and heads that NextN layers in memory have."""
     names = set()
     for k, layer in enumerate(now.nextn):
-        embed, head = nextn_copies(cfg, k)
+        embed, head = family_of(cfg).nextn_copies(cfg, k)
         names |= {name for name, table in ((embed, layer.embed), (head, layer.head)) if table is not None}
     if now.drafter is not None and cfg.drafter is not None and cfg.drafter.embeds:
         names.add(EMBED)

@@ -22,10 +22,10 @@ from mtp_jax.checkpoint.safetensors_file import DTYPES
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json, family_of
 from mtp_jax.model.head import DRAFT_HEAD
 from mtp_jax.model.narrow import is_narrow
 from mtp_jax.model.params import Params, Spec, param_specs, type_of
-from mtp_jax.model.specs import nextn_name
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\..+")
 SHARD_BYTES = 5_000_000_000  # of one file, as the releases have them
@@ -69,7 +69,7 @@ def save_checkpoint(
         raise CheckpointError("a draft head is not written: it stays in the folder that it was loaded from")
     own = [(p.embed is not None, p.head is not None) for p in params.nextn]
     _write_folder(Path(directory), _pieces(param_specs(cfg, own), params, dtype), max_shard_bytes)
-    write_json(Path(directory) / "config.json", cfg.to_dict() | {"torch_dtype": dtype})
+    write_json(Path(directory) / "config.json", config_json(cfg) | {"torch_dtype": dtype})
 
 
 def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObject) -> None:
@@ -138,24 +138,25 @@ def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
     anything.
     """
     plan, out = make_plan(model_dir), new_folder(out_dir)
-    layers, v4 = plan.config.num_nextn_predict_layers, plan.config.compressed is not None
-    if not plan.config.drafts:
+    cfg, family = plan.config, family_of(plan.config)
+    if not cfg.drafts:
         raise CheckpointError(f"{model_dir} has no NextN layer: nothing to export")
     copies = {name for name in plan.duplicates if is_copy(plan, name)}
     pieces = []
     for name, tensor in plan.tensors.items():
-        layer = nextn_of(plan.config, name)
+        layer = nextn_of(cfg, name)
         if layer is not None and name not in copies:
-            new = name if v4 else name.replace(nextn_name(plan.config, layer), f"model.layers.{layer}", 1)
+            new = family.exported_name(cfg, layer, name)
             pieces.append(NewTensor(new, tensor.dtype, tensor.shape, tensor.array))
     out.mkdir(parents=True, exist_ok=True)
     file = "nextn_layer_parameters.safetensors"
     write_file(out / file, pieces)
     _write_index(out, {file: pieces})
-    family = "DeepseekV4" if v4 else "Glm4Moe" if plan.config.gqa else "DeepseekV3"
-    changes = {"architectures": [f"{family}ForCausalLMNextN"]} | ({} if v4 else {"num_hidden_layers": layers})
     raw = read_config(model_dir)[1]
-    write_json(out / "config.json", {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | changes)
+    write_json(
+        out / "config.json",
+        {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | family.exported(cfg),
+    )
 
 
 # Keys of config.json with a value for each trunk layer's indexer.

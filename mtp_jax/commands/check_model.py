@@ -7,8 +7,8 @@ from mtp_jax.engine.validate import check_sizes
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import cpu_devices
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.divide import check_divides
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.hf_config import missing_folder
 
 
@@ -17,7 +17,7 @@ def check_model(directory: Path, options: JsonObject, hosts: int = 1) -> None:
 
     options: arguments of ``LLM``, with the mesh by its shape.
     """
-    model = ModelConfig.from_file(directory / "config.json")
+    model = config_of_file(directory / "config.json")
     if (head := options.get("draft_model")) is not None and not head.is_dir():
         raise ConfigError(missing_folder(head))
     data, parts = options.get("mesh", (1, 1))

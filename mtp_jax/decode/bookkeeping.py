@@ -17,7 +17,6 @@ from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import Slots, State, StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.machine import memory_size
-from mtp_jax.model.attention.compressed import empty_window
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.params import Params, type_of
@@ -44,8 +43,7 @@ def abstract_state(
 
     def part(first: int, n: int | None) -> Any:
         cache = empty_cache(pages, shape.page_size, cfg, first, kind, fp8=shape.fp8)
-        if cfg.compressed:
-            return empty_window(cache, cfg, first, shape.slots, shape.window)
+        cache = model.on.kind(cfg).cache(cache, cfg, first, shape.slots, shape.window)
         return cache if n is None else Stack(jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), cache))
 
     def zeros() -> State:

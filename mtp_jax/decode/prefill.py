@@ -89,7 +89,7 @@ def rows_of(state: State, chunk: Chunk, pages: int, model: Model) -> PartRows:
     index = jnp.arange(chunk.tokens.shape[1])
     positions = chunk.start[:, None] + index
     written = jnp.where(index < chunk.count[:, None], positions, -1)
-    form = model.on.latent.prefill_form(model.cfg, chunk.tokens.shape[1])
+    form = model.on.kind(model.cfg).prefill_form(model.cfg, chunk.tokens.shape[1])
     visible = chain(chunk.start, chunk.count)
     view = PagedView(s.page_table[:, :pages], written, visible, form, slot=chunk.slot)
     return PartRows(chunk.slot, s, chunk.tokens, positions, view)

@@ -42,18 +42,18 @@ def check_sizes(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"max_num_seqs = {config.max_num_seqs} does not divide into micro_batches = "
             f"{config.micro_batches} of {shards} data shards each"
         )
-    if config.micro_batches > 1 and (cfg.indexer or cfg.compressed):
+    if config.micro_batches > 1 and cfg.attention.sparse:
         raise ConfigError(
             f"micro_batches = {config.micro_batches} is not there for models with sparse attention; use 1"
         )
-    if config.page_size % cfg.page_unit:
-        nearest = -(-config.page_size // cfg.page_unit) * cfg.page_unit
+    if config.page_size % (unit := cfg.attention.page_unit):
+        nearest = -(-config.page_size // unit) * unit
         raise ConfigError(
-            f"page_size = {config.page_size}; expected a multiple of {cfg.page_unit}, such as {nearest}: an "
-            f"entry of compressed attention, of {cfg.page_unit} tokens at most, lies in one page"
+            f"page_size = {config.page_size}; expected a multiple of {unit}, such as {nearest}: an "
+            f"entry of compressed attention, of {unit} tokens at most, lies in one page"
         )
     if config.kv_cache_dtype == "fp8" and cfg.row.e4m3 % 2:
-        name = "head_dim - qk_rope_head_dim" if cfg.compressed else "kv_lora_rank"
+        name = cfg.attention.fp8_size
         raise ConfigError(
             f"kv_cache_dtype = 'fp8' stores values in pairs, but {name} = {cfg.row.e4m3} is odd; use 'auto'"
         )
@@ -63,7 +63,7 @@ def _check_drafts(cfg: ModelConfig, config: EngineConfig) -> None:
     """Raises ConfigError for drafts that the model's drafter does not make."""
     head, tree, layers = cfg.drafter, config.trees, cfg.num_nextn_predict_layers
     deepest = tree.steps if tree else config.num_speculative_tokens
-    if tree and cfg.compressed:
+    if tree and cfg.attention.consecutive:
         raise ConfigError(
             f"tree = {config.tree!r:.80} with compressed attention; leave it out: an entry is made of "
             "consecutive tokens, which the nodes of a tree are not"

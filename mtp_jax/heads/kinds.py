@@ -13,6 +13,7 @@ from mtp_jax.heads.reading import refuse_unknown
 from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json, config_of
 from mtp_jax.model.head import DraftHead, Stored
 
 KINDS: tuple[type[DraftHead], ...] = (MedusaConfig, BlockConfig, Eagle3Config, StagesConfig)
@@ -42,7 +43,7 @@ def kind_of(raw: JsonObject, tensors: Mapping[str, Stored]) -> type[DraftHead] |
 def head_to_json(head: DraftHead) -> JsonObject:
     """The head as JSON, for ``head_from_json``."""
     values = {f.name: getattr(head, f.name) for f in fields(head)}
-    sizes = {name: v.to_dict() for name, v in values.items() if isinstance(v, ModelConfig)}
+    sizes = {name: config_json(v) for name, v in values.items() if isinstance(v, ModelConfig)}
     return {"kind": type(head).__name__, **values, **sizes}
 
 
@@ -52,7 +53,7 @@ def head_from_json(raw: JsonObject) -> DraftHead:
     known = {kind.__name__: kind for kind in (*KINDS, *_ADDED)}
     kind = known.get(str(values.pop("kind", None)))
     try:
-        sizes = {name: ModelConfig.from_dict(v) for name, v in values.items() if isinstance(v, dict)}
+        sizes = {name: config_of(v) for name, v in values.items() if isinstance(v, dict)}
         if kind is not None:
             return kind(**{**values, **sizes})
     except TypeError as e:

@@ -8,7 +8,9 @@ from typing import Literal
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.tables import CHOSEN, EMBED, OFFSETS, OUT
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import OF_MLA, ModelConfig
+from mtp_jax.model.attention_config import OF_MLA
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.head import DRAFT_HEAD, Captures, Stored
 
 # Marks of the names of architectures and types, in lower case: of heads that are read, and of others.
@@ -188,7 +190,7 @@ class HeadFile:
         sizes["num_hidden_layers"] = (
             held or declared
         )  # EAGLE-3's often is that of a model that it was made of
-        return ModelConfig.from_dict({**sizes, "model_type": kind, "vocab_size": self.vocabulary})
+        return config_of({**sizes, "model_type": kind, "vocab_size": self.vocabulary})
 
 
 def flag(said: JsonObject, name: str, default: bool = False) -> bool:

@@ -15,12 +15,13 @@ between the stages of one backend, the residual stream and the rows of a product
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -34,6 +35,7 @@ from mtp_jax.model.attention.hopper import HopperLatent
 from mtp_jax.model.attention.kind import Asked, Attended, Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
+from mtp_jax.model.attention_config import AttentionConfig, CompressedConfig, GqaConfig, MlaConfig
 from mtp_jax.model.cache import (
     Cache,
     Entries,
@@ -55,9 +57,6 @@ from mtp_jax.model.indexer import Choice
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Routing, Way
 from mtp_jax.model.params import (
-    Attention,
-    CompressedAttention,
-    GqaAttention,
     Hyper,
     HyperHead,
     Layer,
@@ -73,7 +72,6 @@ from mtp_jax.model.sharding import constrain, data_size, partition, sharded, wit
 from mtp_jax.model.stack import alike, parts, stacked
 
 Carry = TypeVar("Carry")
-AnyAttention = Attention | GqaAttention | CompressedAttention
 
 
 @dataclass(frozen=True)
@@ -82,16 +80,14 @@ class Backend:
 
     Attributes:
         products: the products and the residual stream.
-        latent, gqa, compressed: the kinds of attention.
+        kinds: the kinds of attention, by their configurations.
         experts: the second half of an MoE block.
         write_rows: writes rows into pages, on one device.
         micro_batches: number of micro-batches of a pass where its slots allow it, 1 or 2.
     """
 
     products: Products
-    latent: Latent
-    gqa: Gqa
-    compressed: Compressed
+    kinds: Mapping[type[AttentionConfig], Kind]
     experts: Experts
     write_rows: Write = by_scatter
     micro_batches: int = 1
@@ -101,11 +97,9 @@ class Backend:
         """The mesh of devices; None for one device."""
         return self.products.mesh
 
-    def kind(self, a: AnyAttention) -> Kind:
-        """The kind of attention that a layer's parameters are of."""
-        if isinstance(a, CompressedAttention):
-            return self.compressed
-        return self.gqa if isinstance(a, GqaAttention) else self.latent
+    def kind(self, cfg: ModelConfig) -> Kind:
+        """The kind of attention of a model's layers, or of a head's."""
+        return self.kinds[type(cfg.attention)]
 
     # Stages
 
@@ -124,7 +118,7 @@ class Backend:
         rows: to be projected; None: x, normed. Returns (x, queries, entries, cache). There are no entries
         where they have been written already.
         """
-        a, kind = p.attention, self.kind(p.attention)
+        a, kind = p.attention, self.kind(cfg)
         if rows is None:
             readers = kind.readers(a)
             x, rows = self.entered(x, p.attention_norm, p.attention_hyper, cfg, readers)
@@ -132,7 +126,7 @@ class Backend:
 
     def attend(
         self,
-        a: AnyAttention,
+        a: Any,
         cfg: ModelConfig,
         q: Any,
         entries: Entries | None,
@@ -149,7 +143,7 @@ class Backend:
         result for any set of tokens computed together. With a mesh each device handles its own slots
         (``data``) and heads (``model``); the cache is replicated over ``model``, because all heads share it.
         """
-        kind = self.kind(a)
+        kind = self.kind(cfg)
         asked, w = Asked(replace(q, index=None), None if choice else q.index, entries), kind.by_head(a, cfg)
         if not isinstance(cache, LayerCache | WindowCache):
             assert entries is not None, "entries have nowhere to be but here"
@@ -181,8 +175,9 @@ class Backend:
         self, p: Layer, cfg: ModelConfig, x: Residual, context: Float[Array, "B W N v"], views: Views
     ) -> Residual:
         """The output projection, added to the stream."""
-        absorbed = all(v.form == "absorbed" for v in views) if views else self.latent.form == "absorbed"
-        out = self.kind(p.attention).result(p.attention, cfg, context, absorbed)
+        kind = self.kind(cfg)
+        absorbed = all(v.form == "absorbed" for v in views) if views else kind.form == "absorbed"
+        out = kind.result(p.attention, cfg, context, absorbed)
         out = out if isinstance(out, Parts) else constrain(out, self.mesh, "slots", None, None)
         return self.left(x, out)
 
@@ -308,6 +303,11 @@ class Backend:
         return replace(params, layers=tuple(itertools.chain.from_iterable(layers)))
 
 
+def kinds(latent: Latent, gqa: Gqa, compressed: Compressed) -> Mapping[type[AttentionConfig], Kind]:
+    """The kinds of attention of a backend, by their configurations."""
+    return FrozenDict({MlaConfig: latent, GqaConfig: gqa, CompressedConfig: compressed})
+
+
 def xla(
     mesh: Mesh | None = None,
     *,
@@ -319,7 +319,8 @@ def xla(
     """Every part in plain XLA: the reference."""
     on = Products(mesh)
     own = Experts(on, experts, exchange)
-    return Backend(on, Latent(on, form), Gqa(on), Compressed(on), own, micro_batches=micro_batches)
+    parts = kinds(Latent(on, form), Gqa(on), Compressed(on))
+    return Backend(on, parts, own, micro_batches=micro_batches)
 
 
 def xla_cpu(
@@ -334,7 +335,7 @@ def xla_cpu(
     """Parts in forms that are fast in XLA on a CPU (docs/cpu.md)."""
     on = CpuProducts(mesh, matrices)
     own = CpuExperts(on, experts, exchange)
-    return Backend(on, CpuLatent(on, form), Gqa(on), Compressed(on), own, by_loop, micro_batches)
+    return Backend(on, kinds(CpuLatent(on, form), Gqa(on), Compressed(on)), own, by_loop, micro_batches)
 
 
 def mosaic_gpu(
@@ -350,8 +351,8 @@ def mosaic_gpu(
     """Kernels on a Hopper GPU (docs/kernels.md); see ``HopperProducts`` for ``kernels`` and ``strict``."""
     on = HopperProducts(mesh, kernels, strict)
     own = HopperExperts(on, experts, exchange)
-    kinds = HopperLatent(on, form), HopperGqa(on), HopperCompressed(on)
-    return Backend(on, *kinds, own, micro_batches=micro_batches)
+    parts = kinds(HopperLatent(on, form), HopperGqa(on), HopperCompressed(on))
+    return Backend(on, parts, own, micro_batches=micro_batches)
 
 
 def backend(

@@ -123,7 +123,7 @@ def empty_cache(
 
     ``fp8`` ignores ``dtype``.
     """
-    index = cfg.indexer.dim if cfg.indexer and cfg.indexes(layer) else None
+    index = cfg.attention.index_width(layer) or None
     return zeroed(pages, page_size, cfg.row, index, None if fp8 else dtype)
 
 

@@ -110,7 +110,7 @@ def entries_of(
         weights = jax.nn.softmax(jnp.concatenate(gates, axis=2), axis=2)
         mean = (jnp.concatenate(values, axis=2) * weights).sum(axis=2).astype(dtype)
         normed = rms_norm(mean, p.norm, cfg.rms_norm_eps)
-        found.append(rotate_last(normed, angles_of(cfg, first, compressed=True)))
+        found.append(rotate_last(normed, angles_of(cfg, first, kind=1)))
     return found
 
 

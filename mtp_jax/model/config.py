@@ -1,24 +1,30 @@
 """Model configuration: one frozen ``ModelConfig``, whose values go together."""
 
 import math
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.json_object import JsonObject, is_number
-from mtp_jax.model import hf_config
-from mtp_jax.model.config_parts import (
-    MOST,
+from mtp_jax.json_object import is_number
+from mtp_jax.model.attention_config import (
+    AttentionConfig,
     CompressedConfig,
     GqaConfig,
+    IndexerConfig,
+    MlaConfig,
+    RowFormat,
+)
+from mtp_jax.model.config_parts import (
+    MOST,
+    MOST_SIZE,
     HeadConfig,
     HyperConfig,
-    IndexerConfig,
-    RowFormat,
+    RopeScaling,
     Scoring,
     YarnConfig,
+    is_whole,
 )
-from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
+from mtp_jax.model.hf_quantization import INT4_PER_WORD
 
 __all__ = [
     "CompressedConfig",
@@ -26,6 +32,7 @@ __all__ = [
     "HeadConfig",
     "HyperConfig",
     "IndexerConfig",
+    "MlaConfig",
     "ModelConfig",
     "RowFormat",
     "YarnConfig",
@@ -37,12 +44,14 @@ class ModelConfig:
     """A DeepSeek-V3-family model; fields keep their Hugging Face names.
 
     The dimensions of MLA, ``kv_lora_rank`` to ``q_lora_rank``, are 0 and None where ``gqa`` describes
-    attention instead; with ``compressed``, which does so too, ``q_lora_rank`` and ``qk_rope_head_dim`` count.
+    attention instead; with ``compressed``, which does so too, ``q_lora_rank`` counts. ``attention`` has the
+    facts of either kind.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
     tensors present, since some models ship a dense one. ``fp8``, ``fp4`` and ``int4_group``, the inputs
     that share a scale, say that the checkpoint has such weights; which they are, its tensors tell.
-    ``drafter`` describes a draft head beside the model, which drafts in the place of NextN layers.
+    ``drafter`` describes a draft head beside the model, which drafts in the place of NextN layers. ``family``
+    is a key of ``family.FAMILIES``: it says how the model is described and stored.
     """
 
     vocab_size: int
@@ -68,7 +77,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_interleave: bool = True
-    rope_scaling: YarnConfig | None = None
+    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 4096
     indexer: IndexerConfig | None = None
     gqa: GqaConfig | None = None
@@ -87,167 +96,37 @@ class ModelConfig:
     int4_group: int | None = None
     fp4: bool = False
     drafter: HeadConfig | None = None
+    family: str = "deepseek_v3"
 
     def __post_init__(self) -> None:
         _check(self)
 
-    @classmethod
-    def from_file(cls, path: str | Path) -> "ModelConfig":
-        """Read ``config.json``. Raises ConfigError for unreadable JSON or an unsupported model."""
-        return cls.from_dict(hf_config.read_json(path))
-
-    @classmethod
-    def from_dict(cls, raw: JsonObject) -> "ModelConfig":
-        """Build from the parsed JSON of either dialect; a multimodal model is read as its text part.
-
-        Raises ConfigError.
-        """
-        raw = hf_config.text_part(raw)
-        translated = hf_config.translate(raw)
-        known = {f.name: f for f in fields(cls)}
-        values = {k: v for k, v in raw.items() if k in known and v is not None} | translated
-        moe = bool(values.get("n_routed_experts"))
-        required = [n for n, f in known.items() if f.default is MISSING]
-        mla = not (values["gqa"] or values["compressed"])
-        required += [
-            *(_REQUIRED_OF_MOE if moe else ()),
-            *(_GROUPS if moe and not values["compressed"] else ()),
-        ]
-        required += OF_MLA if mla else ()
-        missing = [n for n in required if n not in values]
-        if missing:
-            family = "V4" if values["compressed"] else "V3"
-            raise ConfigError(
-                f"config.json lacks {', '.join(missing)}; a DeepSeek-{family} config has them all"
-            )
-        if not moe:
-            values["first_k_dense_replace"] = values["num_hidden_layers"]
-        for name, kind in _PARTS.items():
-            values[name] = None if values[name] is None else kind(**values[name])
-        try:
-            count = values.get("num_nextn_predict_layers", 0)
-            values["nextn_moe"] = tuple(raw.get("nextn_moe", [moe] * min(count, MOST + 1)))
-            return cls(**values)
-        except (TypeError, OverflowError) as e:
-            raise ConfigError(f"config.json has a value of the wrong type: {e}") from e
-
-    def to_dict(self) -> JsonObject:
-        """``config.json`` in the dialect of the release, without quantisation."""
-        model_type, architecture = self._kind()
-        out: JsonObject = {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "hidden_act": "silu",
-            "topk_method": "noaux_tc",
-        }
-        of_mla = () if self.gqa is None else (*OF_MLA, "q_lora_rank")
-        left_out = {"fp8", "fp4", "int4_group", "indexer", "gqa", "compressed", "hyper", "drafter", *of_mla}
-        if self.compressed:
-            left_out |= {*OF_MLA, *_NOT_IN_V4} - {"qk_rope_head_dim"}
-        else:
-            left_out |= {"swiglu_limit", "num_hash_layers"}
-        out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
-        out |= self._attention_keys() | self._index_keys() | (self.drafter.keys if self.drafter else {})
-        out["torch_dtype"] = out.pop("dtype")
-        ids = out.pop("eos_token_ids")
-        out["eos_token_id"] = ids[0] if len(ids) == 1 else list(ids) or None
-        if self.rope_scaling:
-            yarn = {k: v for k, v in asdict(self.rope_scaling).items() if v is not None}
-            if self.rope_scaling.truncate:
-                del yarn["truncate"]
-            out["rope_scaling"] = {"type": "yarn"} | yarn
-        out["nextn_moe"] = list(self.nextn_moe)
-        return out
-
-    def _kind(self) -> tuple[str, str]:
-        if self.compressed:
-            return "deepseek_v4", "DeepseekV4ForCausalLM"
-        if self.gqa:
-            return "glm4_moe", "Glm4MoeForCausalLM"
-        if self.indexer is None:
-            return "deepseek_v3", "DeepseekV3ForCausalLM"
-        if self.indexer.interleaved:
-            return "glm_moe_dsa", "GlmMoeDsaForCausalLM"
-        return "deepseek_v32", "DeepseekV32ForCausalLM"
-
-    def _attention_keys(self) -> JsonObject:
-        """Keys of ``config.json`` for attention beside the dimensions of MLA."""
-        g, c, h = self.gqa, self.compressed, self.hyper
-        if c and h:
-            ratios = {"compress_ratios": [*c.ratios, *(0,) * self.num_nextn_predict_layers]}
-            sizes = {key: getattr(part, name) for part in (c, h) for name, key in part.KEYS.items()}
-            return {"attention_bias": False, "num_key_value_heads": 1, **sizes, **ratios}
-        if g is None:
-            return {"attention_bias": False, "num_key_value_heads": self.num_attention_heads}
-        return {key: getattr(g, name) for name, key in g.KEYS.items()}
-
-    def _index_keys(self) -> JsonObject:
-        """Keys of ``config.json`` for the indexer."""
-        i = self.indexer
-        if i is None:
-            return {}
-        types = ["shared" if shared else "full" for shared in i.shared]
-        return {key: getattr(i, name) for name, key in i.KEYS.items()} | {"indexer_types": types}
+    @cached_property
+    def attention(self) -> AttentionConfig:
+        """The facts of the kind of attention."""
+        sizes = self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
+        return self.gqa or self.compressed or MlaConfig(*sizes, self.q_lora_rank, self.indexer)
 
     def indexes(self, layer: int) -> bool:
         """Whether a layer has an indexer; NextN layers count on from the trunk's."""
-        if self.compressed:
-            return self.compressed.ratio(layer) == 4
-        if self.indexer is None:
-            return False
-        return layer >= self.num_hidden_layers or not self.indexer.shared[layer]
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of one query or key head, rope part included."""
-        own = self.gqa or self.compressed
-        return own.head_dim if own else self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def rope_dim(self) -> int:
-        """Channels of a head that are rotated."""
-        return self.gqa.rope_dim if self.gqa else self.qk_rope_head_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Values that MLA caches per token and layer: the latent and the shared rope key."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        return self.attention.index_width(layer) > 0
 
     @property
     def row(self) -> RowFormat:
-        """A row of a layer's cache: [latent | rope key], or [keys of every kv head | their values].
-
-        An FP8 cache holds latents in e4m3 and the rope key in bfloat16; keys and values all in e4m3, with a
-        scale for every head of either, so that none spans both.
-        """
-        if self.gqa:
-            width = self.gqa.width
-            return RowFormat(2 * width, (0, width), 2 * width, self.gqa.head_dim)
-        if c := self.compressed:
-            rope = c.head_dim - self.qk_rope_head_dim
-            return RowFormat(c.head_dim, (0, c.head_dim), rope, FP8_BLOCK // 2)
-        return RowFormat(self.latent_dim, (self.kv_lora_rank, self.latent_dim), self.kv_lora_rank, FP8_BLOCK)
-
-    @property
-    def page_unit(self) -> int:
-        """The number of tokens that a page holds a multiple of, so that no entry is split between two."""
-        return max((1, *self.compressed.ratios)) if self.compressed else 1
+        """A row of a layer's cache."""
+        return self.attention.row
 
     @property
     def usual_page(self) -> int:
         """Tokens of a page where no number is asked for."""
-        return -(-DEFAULT_PAGE // self.page_unit) * self.page_unit
-
-    def index_dim(self, layer: int) -> int:
-        """Width of a layer's index keys; 0 where it has none."""
-        own = self.indexer.dim if self.indexer else self.compressed.index_dim if self.compressed else 0
-        return own if self.indexes(layer) else 0
+        unit = self.attention.page_unit
+        return -(-DEFAULT_PAGE // unit) * unit
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on attention scores, YaRN's part included, which MLA alone has."""
-        yarn = None if self.gqa else self.rope_scaling
-        return self.qk_head_dim**-0.5 * (yarn.softmax_factor if yarn else 1.0)
+        """Factor on attention scores, YaRN's part included where the kind of attention has one."""
+        scaling = self.rope_scaling if self.attention.sharpened else None
+        return self.attention.key_dim**-0.5 * (scaling.softmax_factor if scaling else 1.0)
 
     def is_moe(self, layer: int) -> bool:
         """Whether trunk layer ``layer`` has an MoE block (first_k_dense_replace, moe_layer_freq)."""
@@ -280,36 +159,6 @@ class ModelConfig:
 DEFAULT_PAGE = 64
 """Tokens of a page where no number is asked for, of a model whose pages may have any."""
 
-# Fields that are read into classes of their own.
-_PARTS = {
-    "rope_scaling": YarnConfig,
-    "indexer": IndexerConfig,
-    "gqa": GqaConfig,
-    "compressed": CompressedConfig,
-    "hyper": HyperConfig,
-}
-
-OF_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-# Fields without a key of their own in DeepSeek-V4's files.
-_NOT_IN_V4 = (
-    "intermediate_size",
-    "n_group",
-    "topk_group",
-    "first_k_dense_replace",
-    "moe_layer_freq",
-    "rope_interleave",
-)
-
-# Their defaults in transformers are DeepSeek-V3's own values, which a file of another model must not fall
-# back to.
-_REQUIRED_OF_MOE = (
-    "moe_intermediate_size",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-)
-_GROUPS = ("n_group", "topk_group")
-
 _POSITIVE = (
     "vocab_size",
     "hidden_size",
@@ -331,7 +180,6 @@ _NATURAL = (
     "num_nextn_predict_layers",
 )
 
-_MOST_SIZE = 2**31 - 1  # ids and positions on a device are int32
 # Counts with a limit each, as each layer or expert has tensors of its own.
 _COUNTS = "num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"
 # Most tensors of all layers together: about five times Kimi-K2's, 61 layers of 384.
@@ -343,57 +191,33 @@ def _check(c: ModelConfig) -> None:
         if not ok:
             raise ConfigError(f"{name} = {getattr(c, name)!r:.200}; expected {expected}")
 
-    def whole(value: object, least: int) -> bool:
-        return isinstance(value, int) and type(value) is int and value >= least
-
-    for name in (*_POSITIVE, *(() if c.gqa or c.compressed else OF_MLA)):
-        need(whole(getattr(c, name), 1), name, "a positive integer")
+    for name in _POSITIVE:
+        need(is_whole(getattr(c, name), 1), name, "a positive integer")
     for name in _NATURAL:
-        need(whole(getattr(c, name), 0), name, "an integer >= 0")
+        need(is_whole(getattr(c, name), 0), name, "an integer >= 0")
     for name in _COUNTS:
         need(getattr(c, name) <= MOST, name, f"at most {MOST:,}")
     for name in ("rms_norm_eps", "rope_theta", "routed_scaling_factor"):
         need(is_number(getattr(c, name)) and getattr(c, name) > 0, name, "a positive number")
     for name in ("norm_topk_prob", "rope_interleave", "tie_word_embeddings"):
         need(type(getattr(c, name)) is bool, name, "true or false")
-    need(c.q_lora_rank is None or whole(c.q_lora_rank, 1), "q_lora_rank", "a positive integer or null")
-    need(c.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even number")
-    if c.gqa:
-        c.gqa.check(c.num_attention_heads)
-        for name in (*OF_MLA, "q_lora_rank", "indexer", "rope_interleave"):
-            if getattr(c, name):
-                raise ConfigError(
-                    f"{name} = {getattr(c, name)!r:.200} is not supported with grouped-query attention; "
-                    f"expected {'false' if name == 'rope_interleave' else 'no such key'}"
-                )
-    if c.compressed:
-        c.compressed.check(c.num_attention_heads, c.qk_rope_head_dim)
-        assert c.hyper is not None, "files have both or neither"
+    for name in c.attention.excludes:
+        if getattr(c, name):
+            raise ConfigError(
+                f"{name} = {getattr(c, name)!r:.200} is not supported with grouped-query attention; expected "
+                "no such key"
+            )
+    c.attention.check(c.num_attention_heads, c.num_hidden_layers, c.num_nextn_predict_layers)
+    if c.hyper:
         c.hyper.check()
-        need(is_number(c.swiglu_limit) and c.swiglu_limit > 0, "swiglu_limit", "a positive number")
-        need(c.q_lora_rank is not None, "q_lora_rank", "a positive integer: queries have a low rank")
-        need(c.n_routed_experts > 0, "n_routed_experts", "a positive integer")
-        need(c.n_shared_experts == 1, "n_shared_experts", "1")
-        need(c.norm_topk_prob, "norm_topk_prob", "true")
-        most = c.num_hidden_layers
-        need(c.num_hash_layers <= most, "num_hash_layers", f"at most num_hidden_layers = {most}")
-    need(all(whole(i, 0) and i <= _MOST_SIZE for i in c.eos_token_ids), "eos_token_ids", "token ids")
-    need(c.bos_token_id is None or whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
-    for name in (*_POSITIVE, *_NATURAL, *OF_MLA, "q_lora_rank", "bos_token_id"):
-        need((getattr(c, name) or 0) <= _MOST_SIZE, name, f"at most {_MOST_SIZE:,}")
+    need(all(is_whole(i, 0) and i <= MOST_SIZE for i in c.eos_token_ids), "eos_token_ids", "token ids")
+    need(c.bos_token_id is None or is_whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
+    for name in (*_POSITIVE, *_NATURAL, "bos_token_id"):
+        need((getattr(c, name) or 0) <= MOST_SIZE, name, f"at most {MOST_SIZE:,}")
     need(c.dtype in ("float32", "bfloat16"), "dtype", "float32 or bfloat16")
     need(all(type(m) is bool for m in c.nextn_moe), "nextn_moe", "true or false for each layer")
     if c.rope_scaling:
-        y = c.rope_scaling
-        if not (y.factor >= 1 and y.beta_fast >= y.beta_slow > 0):
-            raise ConfigError(f"rope_scaling = {y}; expected factor >= 1 and beta_fast >= beta_slow > 0")
-        need(c.rope_theta > 1, "rope_theta", "more than 1 with YaRN")
-        original = y.original_max_position_embeddings
-        if not (whole(original, 1) and is_number(original)):
-            raise ConfigError(f"rope_scaling = {y}; expected whole original_max_position_embeddings >= 1")
-    if c.indexer:
-        layers = c.num_hidden_layers, c.num_nextn_predict_layers
-        c.indexer.check(c.qk_rope_head_dim, c.q_lora_rank, *layers)
+        c.rope_scaling.check(c.rope_theta)
     if len(c.nextn_moe) != c.num_nextn_predict_layers:
         raise ConfigError(
             f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "
@@ -420,7 +244,7 @@ def _check(c: ModelConfig) -> None:
             raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
         need(c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")
     group = c.int4_group
-    need(group is None or whole(group, 1), "int4_group", "a positive integer or null")
+    need(group is None or is_whole(group, 1), "int4_group", "a positive integer or null")
     if group and c.n_routed_experts:
         for name in ("hidden_size", "moe_intermediate_size"):
             unit = math.lcm(group, INT4_PER_WORD)

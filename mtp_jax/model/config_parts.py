@@ -1,8 +1,9 @@
-"""Parts of a ``ModelConfig``: YaRN, the indexer, grouped-query attention; rows of a cache."""
+"""Parts of a ``ModelConfig``: scalings of rope, hyper-connections, draft heads; checks of their values."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 from mtp_jax.errors import ConfigError
@@ -14,12 +15,33 @@ Trees = Literal["grown", "given"]
 
 Scoring = Literal["sigmoid", "sqrtsoftplus"]
 """The function that makes scores of a router's logits."""
-
 MOST = 2**16
 """The limit of counts: each layer, head or expert has tensors of its own."""
 
+MOST_SIZE = 2**31 - 1
+"""The limit of sizes: ids and positions on a device are int32."""
 
-def _check_part(part: Any, sizes: Iterable[str], flags: Iterable[str] = ()) -> None:
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is an integer of at least ``least``; true and false are none."""
+    return type(value) is int and value >= least
+
+
+def check_size(name: str, value: Any, or_else: str = "") -> None:
+    """Raises ConfigError with the key of config.json for a value that is no size."""
+    if not is_whole(value, 1):
+        raise ConfigError(f"{name} = {value!r:.200}; expected a positive integer{or_else}")
+    if value > MOST_SIZE:
+        raise ConfigError(f"{name} = {value!r:.200}; expected at most {MOST_SIZE:,}")
+
+
+def check_even(name: str, value: int) -> None:
+    """Raises ConfigError with the key of config.json for an odd number."""
+    if value % 2:
+        raise ConfigError(f"{name} = {value!r:.200}; expected an even number")
+
+
+def check_part(part: Any, sizes: Iterable[str], flags: Iterable[str] = ()) -> None:
     """Check the types of fields, and the range of sizes. Raises ConfigError with the key of config.json."""
     for name in sizes:
         value = getattr(part, name)
@@ -33,11 +55,84 @@ def _check_part(part: Any, sizes: Iterable[str], flags: Iterable[str] = ()) -> N
 
 
 @dataclass(frozen=True)
-class YarnConfig:
-    """YaRN context extension (arXiv 2309.00071), in the names of ``rope_scaling``."""
+class RopeScaling(ABC):
+    """Rope for contexts longer than a model was first trained for, in the names of ``rope_scaling``.
+
+    A share of each frequency is divided by ``factor``.
+
+    Attributes:
+        rope_type: its value in config.json.
+    """
+
+    rope_type: ClassVar[str]
 
     factor: float
     original_max_position_embeddings: int
+
+    @abstractmethod
+    def shares(self, i: Any, inv: Any, theta: float) -> Any:
+        """The share of each frequency that is divided, an array of 0 to 1.
+
+        i: number of each frequency. inv: the frequencies. theta: their base.
+        """
+
+    @property
+    def rope_factor(self) -> float:
+        """The factor of cos and sin."""
+        return 1.0
+
+    @property
+    def softmax_factor(self) -> float:
+        """The factor of the softmax scale."""
+        return 1.0
+
+    @property
+    def keys(self) -> JsonObject:
+        """``rope_scaling`` of config.json."""
+        return {"rope_type": self.rope_type, **asdict(self)}
+
+    def check(self, theta: float) -> None:
+        """Raises ConfigError for values that do not go together, or with the base of rope's frequencies."""
+        original = self.original_max_position_embeddings
+        if not (is_whole(original, 1) and is_number(original)):
+            raise ConfigError(f"rope_scaling = {self}; expected whole original_max_position_embeddings >= 1")
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Llama 3.1's scaling: long waves are divided, short waves are kept, waves between are blended.
+
+    Attributes:
+        low_freq_factor: waves that fit the original context fewer times than this are divided.
+        high_freq_factor: waves that fit it more often than this are kept.
+    """
+
+    rope_type = "llama3"
+
+    low_freq_factor: float
+    high_freq_factor: float
+
+    def shares(self, i: Any, inv: Any, theta: float) -> Any:
+        """See ``RopeScaling``."""
+        times = inv * (self.original_max_position_embeddings / (2 * math.pi))
+        kept = (times - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return 1 - kept.clip(0, 1)
+
+    def check(self, theta: float) -> None:
+        """See ``RopeScaling``."""
+        super().check(theta)
+        if not (self.factor >= 1 and self.high_freq_factor > self.low_freq_factor > 0):
+            raise ConfigError(
+                f"rope_scaling = {self}; expected factor >= 1 and high_freq_factor > low_freq_factor > 0"
+            )
+
+
+@dataclass(frozen=True)
+class YarnConfig(RopeScaling):
+    """YaRN context extension (arXiv 2309.00071)."""
+
+    rope_type = "yarn"
+
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -50,7 +145,7 @@ class YarnConfig:
 
     @property
     def rope_factor(self) -> float:
-        """The factor of cos and sin."""
+        """See ``RopeScaling``."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -59,174 +154,37 @@ class YarnConfig:
 
     @property
     def softmax_factor(self) -> float:
-        """The factor of the softmax scale."""
+        """See ``RopeScaling``."""
         return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
-
-@dataclass(frozen=True)
-class IndexerConfig:
-    """The indexer of DeepSeek's sparse attention (arXiv 2512.02556, section 2.1).
-
-    Attributes:
-        heads: number of heads.
-        dim: width of a head; its first qk_rope_head_dim channels are rotated.
-        topk: the most entries that a token attends to.
-        interleaved: whether the rope pairs channels (0, 1), (2, 3), ...
-        shared: for each layer of the trunk, whether it has no indexer, and attends to the entries that the
-            last layer with one chose. A NextN layer always has its own.
-        share_drafts: whether the first draft of a step chooses for all.
-    """
-
-    heads: int
-    dim: int
-    topk: int
-    interleaved: bool = False
-    shared: tuple[bool, ...] = ()
-    share_drafts: bool = False
-
-    KEYS: ClassVar[Mapping[str, str]] = {
-        "heads": "index_n_heads",
-        "dim": "index_head_dim",
-        "topk": "index_topk",
-        "interleaved": "indexer_rope_interleave",
-        "share_drafts": "index_share_for_mtp_iteration",
-    }
-    """Keys of config.json by field."""
-
-    def check(self, rope: int, q_lora_rank: int | None, layers: int, nextn: int) -> None:
-        """Raises ConfigError for values that do not go with a model's rope width, low rank and layers."""
-        _check_part(self, ("heads", "dim", "topk"), ("interleaved", "share_drafts"))
-        if self.dim < rope:
-            raise ConfigError(f"index_head_dim = {self.dim}; expected qk_rope_head_dim = {rope} or more")
-        if q_lora_rank is None:
-            raise ConfigError("q_lora_rank = None; the indexer's queries are made of the queries' low rank")
-        if len(self.shared) != layers or self.shared[0]:
-            raise ConfigError(
-                f"the indexer is said to be shared by layers {self.shared}; expected {layers} values, "
-                "the first of them False: it has no layer before it"
-            )
-        if self.share_drafts and nextn > 1:
-            raise ConfigError(
-                f"index_share_for_mtp_iteration with num_nextn_predict_layers = {nextn}; "
-                "expected one layer, or false"
-            )
-
-
-@dataclass(frozen=True)
-class GqaConfig:
-    """Grouped-query attention (GQA, arXiv 2305.13245) in place of MLA, as GLM-4.5 to 4.7 have it.
-
-    Attributes:
-        kv_heads: number of kv heads. Consecutive query heads share one, in groups of equal size.
-        head_dim: width of every query, key and value head.
-        rotary: the share of a head that is rotated: its first channels, half-split.
-        qk_norm: whether queries and keys are normed head by head, before they are rotated.
-        bias: whether the projections of queries, keys and values add a bias.
-    """
-
-    kv_heads: int
-    head_dim: int
-    rotary: float
-    qk_norm: bool = False
-    bias: bool = False
-
-    KEYS: ClassVar[Mapping[str, str]] = {
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "rotary": "partial_rotary_factor",
-        "qk_norm": "use_qk_norm",
-        "bias": "attention_bias",
-    }
-    """Keys of config.json by field."""
-
     @property
-    def width(self) -> int:
-        """Number of keys, or of values, of all heads."""
-        return self.kv_heads * self.head_dim
+    def keys(self) -> JsonObject:
+        """See ``RopeScaling``; in the dialect of the releases."""
+        said = {k: v for k, v in asdict(self).items() if v is not None}
+        if self.truncate:
+            del said["truncate"]
+        return {"type": self.rope_type, **said}
 
-    @property
-    def rope_dim(self) -> int:
-        """Channels of a head that are rotated."""
-        return int(self.head_dim * self.rotary)
+    def shares(self, i: Any, inv: Any, theta: float) -> Any:
+        """See ``RopeScaling``; section 3.2 of the source."""
+        dims = 2 * len(inv)
 
-    def check(self, heads: int) -> None:
-        """Raises ConfigError for values that do not go with a model's number of heads."""
-        _check_part(self, ("kv_heads", "head_dim"), ("qk_norm", "bias"))
-        if heads % self.kv_heads:
-            raise ConfigError(
-                f"num_key_value_heads = {self.kv_heads} does not divide num_attention_heads = {heads}"
-            )
-        sane = is_number(self.rotary) and 0 < self.rotary <= 1
-        if not sane or self.rope_dim % 2 or not self.rope_dim:
-            raise ConfigError(
-                f"partial_rotary_factor = {self.rotary!r:.80} of head_dim = {self.head_dim}; expected a "
-                "number above 0, at most 1, that gives an even number of channels"
-            )
+        def dim_of(rotations: float) -> float:
+            wavelength = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return dims * math.log(wavelength) / (2 * math.log(theta))
 
+        low, high = dim_of(self.beta_fast), dim_of(self.beta_slow)
+        low, high = (math.floor(low), math.ceil(high)) if self.truncate else (low, high)
+        low, high = max(low, 0), min(high, dims - 1)
+        return ((i - low) / max(high - low, 0.001)).clip(0, 1)
 
-@dataclass(frozen=True)
-class CompressedConfig:
-    """Window and compressed attention in place of MLA, as DeepSeek-V4 has it.
-
-    A token attends to the rows of the last ``window`` tokens and to entries that each compress r consecutive
-    tokens: at ratio r = 4 the ``topk`` entries that an indexer chooses, at ratio 128 all of them.
-
-    Attributes:
-        head_dim: width of every query head, and of the one row per token that is key and value of all heads.
-        groups: equal parts of the heads, each projected down on its own behind attention.
-        group_rank: width of a group's projection.
-        window: the last tokens that a token attends to, itself included.
-        theta: base of rope's frequencies in layers that compress.
-        index_heads: number of the indexer's heads.
-        index_dim: width of an index head.
-        topk: the most entries of ratio 4 that a token attends to.
-        ratios: compression ratio of each layer of the trunk, 0 where it has the window alone. Draft layers
-            have the window alone.
-    """
-
-    head_dim: int
-    groups: int
-    group_rank: int
-    window: int
-    theta: float
-    index_heads: int
-    index_dim: int
-    topk: int
-    ratios: tuple[int, ...]
-
-    KEYS: ClassVar[Mapping[str, str]] = {
-        "head_dim": "head_dim",
-        "groups": "o_groups",
-        "group_rank": "o_lora_rank",
-        "window": "sliding_window",
-        "theta": "compress_rope_theta",
-        "index_heads": "index_n_heads",
-        "index_dim": "index_head_dim",
-        "topk": "index_topk",
-        "ratios": "compress_ratios",
-    }
-    """Keys of config.json by field."""
-
-    def ratio(self, layer: int) -> int:
-        """The compression ratio of a layer; draft layers count on from the trunk's."""
-        return self.ratios[layer] if layer < len(self.ratios) else 0
-
-    def check(self, heads: int, rope: int) -> None:
-        """Raises ConfigError for values that do not go with a model's heads and their rope width."""
-        sizes = "head_dim", "groups", "group_rank", "window", "index_heads", "index_dim", "topk"
-        _check_part(self, sizes)
-        if not (is_number(self.theta) and self.theta > 1):
-            raise ConfigError(f"compress_rope_theta = {self.theta!r:.80}; expected a number above 1")
-        if heads % self.groups:
-            raise ConfigError(f"o_groups = {self.groups} does not divide num_attention_heads = {heads}")
-        for key, width in (("head_dim", self.head_dim), ("index_head_dim", self.index_dim)):
-            if not 0 < rope <= width:
-                raise ConfigError(f"qk_rope_head_dim = {rope}; expected at most {key} = {width}")
-
-    @staticmethod
-    def overlap(ratio: int) -> int:
-        """Tokens before an entry's own that it is made of, too."""
-        return ratio if ratio == 4 else 0
+    def check(self, theta: float) -> None:
+        """See ``RopeScaling``."""
+        if not (self.factor >= 1 and self.beta_fast >= self.beta_slow > 0):
+            raise ConfigError(f"rope_scaling = {self}; expected factor >= 1 and beta_fast >= beta_slow > 0")
+        if theta <= 1:
+            raise ConfigError(f"rope_theta = {theta!r:.200}; expected more than 1 with YaRN")
+        super().check(theta)
 
 
 @dataclass(frozen=True)
@@ -252,7 +210,7 @@ class HyperConfig:
 
     def check(self) -> None:
         """Raises ConfigError for impossible values."""
-        _check_part(self, ("streams", "iterations"))
+        check_part(self, ("streams", "iterations"))
         if not (is_number(self.eps) and self.eps > 0):
             raise ConfigError(f"hc_eps = {self.eps!r:.80}; expected a positive number")
 
@@ -290,25 +248,3 @@ class HeadConfig:
     def most_drafts(self) -> int | None:
         """The most drafts of a chain; None: any number, by recursion."""
         return None
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """A token's row in a layer's cache, and the way in which an FP8 cache stores it.
-
-    Attributes:
-        width: values of a row.
-        keys: the part [start, stop) that scores are made of and the mixed values are not.
-        e4m3: number of leading values that an FP8 cache stores in e4m3. Further values are bfloat16.
-        block: number of consecutive e4m3 values that share a float32 scale.
-    """
-
-    width: int
-    keys: tuple[int, int]
-    e4m3: int
-    block: int
-
-    @property
-    def fp8_bytes(self) -> int:
-        """Bytes of a row in an FP8 cache."""
-        return self.e4m3 + 2 * (self.width - self.e4m3) + 4 * -(-self.e4m3 // self.block)

@@ -143,7 +143,7 @@ def write_cache(
         x, rows = module.merge(params, on, k, given)
         if rows is None:
             rows = rms_norm(on.sublayer_input(x, p.attention_hyper, cfg), p.attention_norm, cfg.rms_norm_eps)
-        entries = on.kind(p.attention).entries(p.attention, cfg, rows, rope_angles(cfg, given.positions))
+        entries = on.kind(cfg).entries(p.attention, cfg, rows, rope_angles(cfg, given.positions))
         return on.write(cache, cache.stored(entries, cfg.row), view.page_table, view.written)
 
 
@@ -182,7 +182,7 @@ def drafts_forced(
     hidden: fused. together: whether two rows are of one text; None: all are. Raises ConfigError for sparse
     attention.
     """
-    if module.cfg.indexer or module.cfg.compressed:
+    if module.cfg.attention.sparse:
         raise ConfigError("this model has sparse attention, through which nothing is trained here")
     slots, length, _ = hidden.shape
     layers = len(module.numbers)

@@ -132,9 +132,9 @@ def _indexer(cfg: ModelConfig, index: IndexerConfig, p: str) -> Indexer:
 
 def _attention(cfg: ModelConfig, p: str, indexes: bool, inputs: int) -> Attention:
     n, d, c, q = cfg.num_attention_heads, cfg.hidden_size, cfg.kv_lora_rank, cfg.q_lora_rank
-    qk, nope, v = cfg.qk_head_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
+    qk, nope, v = cfg.attention.key_dim, cfg.qk_nope_head_dim, cfg.v_head_dim
     kv_b, kv_shape = f"{p}.kv_b_proj.weight", (n * (nope + v), c)
-    kv_a = (cfg.latent_dim, inputs)
+    kv_a = (cfg.row.width, inputs)
     q_name = f"{p}.q_proj.weight" if q is None else f"{p}.q_b_proj.weight"
     return Attention(
         q_a=None if q is None else Spec((q, inputs), (None, None), f"{p}.q_a_proj.weight", (q, inputs)),

@@ -1,12 +1,12 @@
 """Small parts that every block uses: RMSNorm, rotary embedding, activation."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mtp_jax.model.config import ModelConfig, YarnConfig
+from mtp_jax.model.attention_config import Ropes
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config_parts import RopeScaling
 
 
 @jax.named_scope("norm")
@@ -17,44 +17,34 @@ def rms_norm(x: Float[Array, "... d"], weight: Float[Array, " d"], eps: float) -
     return (x32 * scale * weight).astype(x.dtype)
 
 
-def _frequencies(dims: int, theta: float, yarn: YarnConfig | None) -> Float[Array, " r"]:
-    """Inverse frequencies, YaRN's blend included (arXiv 2309.00071, section 3.2), float32 [R/2]."""
+def _frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> Float[Array, " r"]:
+    """Inverse frequencies, float32 [R/2], scaled where a model's context was extended."""
     i = jnp.arange(dims // 2, dtype=jnp.float32)
     inv = theta ** (-2 * i / dims)
-    if yarn is None:
+    if scaling is None:
         return inv
-
-    def dim_of(rotations: float) -> float:
-        wavelength = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return dims * math.log(wavelength) / (2 * math.log(theta))
-
-    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
-    low, high = (math.floor(low), math.ceil(high)) if yarn.truncate else (low, high)
-    low, high = max(low, 0), min(high, dims - 1)
-    ramp = jnp.clip((i - low) / max(high - low, 0.001), 0, 1)
-    return inv / yarn.factor * ramp + inv * (1 - ramp)
+    share = scaling.shares(i, inv, theta)
+    return inv / scaling.factor * share + inv * (1 - share)
 
 
 def rope_angles(cfg: ModelConfig, positions: Int[Array, "B W"]) -> Float[Array, "B W ... 2 r"]:
     """cos and sin of every position, stacked, float32.
 
-    A model with compressed attention has two kinds of layers, without entries and with entries: its angles
-    are [B, W, 2, 2, r].
+    A model whose layers are of two kinds (``AttentionConfig.ropes``) has angles of both, [B, W, 2, 2, r].
     """
-    if cfg.compressed is None:
-        return angles_of(cfg, positions)
-    return jnp.stack([angles_of(cfg, positions, compressed=kind) for kind in (False, True)], axis=2)
+    found = [angles_of(cfg, positions, kind) for kind in range(len(_ropes(cfg)))]
+    return found[0] if len(found) == 1 else jnp.stack(found, axis=2)
 
 
-def angles_of(
-    cfg: ModelConfig, positions: Int[Array, "B W"], compressed: bool | None = None
-) -> Float[Array, "B W 2 r"]:
-    """``rope_angles`` of one kind of layers. compressed: whether they have entries; None: all are alike."""
-    theta, yarn = cfg.rope_theta, cfg.rope_scaling
-    if compressed is not None and cfg.compressed is not None:
-        theta, yarn = (cfg.compressed.theta, yarn) if compressed else (theta, None)
-    angle = positions[..., None].astype(jnp.float32) * _frequencies(cfg.rope_dim, theta, yarn)
-    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * (yarn.rope_factor if yarn else 1.0)
+def angles_of(cfg: ModelConfig, positions: Int[Array, "B W"], kind: int) -> Float[Array, "B W 2 r"]:
+    """``rope_angles`` of one kind of layers."""
+    theta, scaling = _ropes(cfg)[kind]
+    angle = positions[..., None].astype(jnp.float32) * _frequencies(cfg.attention.rope_dim, theta, scaling)
+    return jnp.stack([jnp.cos(angle), jnp.sin(angle)], axis=-2) * (scaling.rope_factor if scaling else 1.0)
+
+
+def _ropes(cfg: ModelConfig) -> Ropes:
+    return cfg.attention.ropes(cfg.rope_theta, cfg.rope_scaling)
 
 
 def rotate(

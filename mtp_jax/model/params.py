@@ -12,8 +12,9 @@ import numpy as np
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layer_specs import Attention, GqaAttention, Layer, Mlp, Moe
+from mtp_jax.model.nextn_specs import NextN
 from mtp_jax.model.spec import Spec, Tree, watch_trees
-from mtp_jax.model.specs import NextN, Params, param_specs
+from mtp_jax.model.specs import Params, param_specs
 from mtp_jax.model.v4_specs import CompressedAttention, Compressor, Hyper, HyperHead
 
 __all__ = [

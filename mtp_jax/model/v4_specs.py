@@ -171,9 +171,3 @@ def _moe(cfg: ModelConfig, p: str, hashed: bool) -> Moe:
         ),
         by_token=table if hashed else None,
     )
-
-
-def v4_merge(cfg: ModelConfig, p: str) -> tuple[Spec, Spec]:
-    """The products that merge an embedding and the streams: e_proj and h_proj."""
-    d = cfg.hidden_size
-    return whole(f"{p}.e_proj.weight", d, d), whole(f"{p}.h_proj.weight", d, d)

@@ -7,13 +7,13 @@ import pytest
 
 from mtp_jax import LLM, ConfigError, RequestError
 from mtp_jax.api.local import local_runner
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of_file
 from tests import golden
 from tests.api.helpers import GREEDY, PROMPT, RIGGED, SCORED, SIZES, tokens
 from tests.rounding import error, near, of_model
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
-CONFIG = ModelConfig.from_file(RIGGED / "config.json")
+CONFIG = config_of_file(RIGGED / "config.json")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from mtp_jax import make_mesh
 from mtp_jax.api import load
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.hosts.hello import difference
+from mtp_jax.model.family import config_of_file
 from tests.checkpoint.files import copy_folder
 from tests.golden import model_dir
 
@@ -31,7 +32,7 @@ def facts_of(model: Any, head: Any) -> list[Mapping[str, str]]:
     rank = Rank()
     mesh = make_mesh(1, len(jax.devices()))
     options = LLMOptions(model, draft_model=head, mesh=mesh, group=cast(Any, rank), seed=1)
-    described = load.ModelConfig.from_file(model / "config.json")
+    described = config_of_file(model / "config.json")
     folders = (model,) if head is None else (model, head)
     load._compare(options, folders, options.engine(described, on_cpu=True), None)()
     return rank.said

@@ -89,8 +89,8 @@ def test_heads_of_eagle_1_and_2_are_refused_by_that_name(name: str, bias: bool, 
 
 def test_other_folders_keep_their_own_errors(tmp_path: Path):
     export = copy_folder(model_dir("v3", "nextn"), tmp_path / "nextn")
-    edit_json(export / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
-    with pytest.raises(ConfigError, match="model_type 'llama' is not supported; expected one of"):
+    edit_json(export / "config.json", model_type="mamba", architectures=["MambaForCausalLM"])
+    with pytest.raises(ConfigError, match="model_type 'mamba' is not supported; expected one of"):
         summarise(model_dir("v3"), export)
     with pytest.raises(CheckpointError, match="does not fit the model: "):
         summarise(TRUNK, model_dir("v3", "nextn"))

@@ -10,9 +10,10 @@ from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.checkpoint.fp8 import scale_shape
 from mtp_jax.checkpoint.summary import by_dtype
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import family_of
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.spec import leaves, may_be_narrow
-from mtp_jax.model.specs import nextn_copies, param_specs, parameter_counts
+from mtp_jax.model.specs import param_specs, parameter_counts
 from tests.checkpoint.files import read_folder
 from tests.golden import VARIANTS, model_dir
 from tests.models import apart
@@ -50,7 +51,7 @@ def test_deepseek_v3():
 def test_deepseek_v3_on_disk():
     """The release: 91,991 tensors of 688,574,839,360 bytes, fp8 where the reader expects it."""
     shapes = {str(n): s.tensor_shape for s in leaves(param_specs(V3)) for n in spec_names(s).flat}
-    shapes |= dict.fromkeys(nextn_copies(V3, 0), (V3.vocab_size, V3.hidden_size))
+    shapes |= dict.fromkeys(family_of(V3).nextn_copies(V3, 0), (V3.vocab_size, V3.hidden_size))
     tensors, nbytes = 0, 0
     for name, shape in shapes.items():
         fp8, width = may_be_narrow(name), 4 if name.endswith("e_score_correction_bias") else 2

@@ -12,7 +12,7 @@ from mtp_jax.checkpoint import Loaded, load, summarise
 from mtp_jax.checkpoint.formats import spec_names
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.heads.stages.declared import StagesConfig
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.spec import leaves
@@ -129,7 +129,7 @@ def test_dspark_stages(dspark: Path, plain: Path, tmp_path: Path):
     assert load(plain, dspark).config.drafter == head
     config = small(compress_ratios=[4, 128, 0, 0, 0])
     with pytest.raises(ConfigError, match="compress_ratios has 5 entries; expected 2"):
-        ModelConfig.from_dict(config)
+        config_of(config)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from mtp_jax.checkpoint import export_nextn, load, save_checkpoint, save_drafter
 from mtp_jax.checkpoint.folder import INDEX
 from mtp_jax.errors import CheckpointError, ConfigError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.sharding import make_mesh
 from tests.checkpoint.files import assert_same, edit_tensors, random_params, read_folder
@@ -76,7 +76,7 @@ def test_the_release_layout(tmp_path: Path):
     known = raw_config("v3")
     differing = {k for k in known.keys() & written.keys() if known[k] != written[k]}
     assert not differing
-    assert ModelConfig.from_dict(written) == before.config
+    assert config_of(written) == before.config
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

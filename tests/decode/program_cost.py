@@ -36,6 +36,7 @@ from mtp_jax.lab.bench.synthetic import preset
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import compiler_options
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.narrow import Bf16, Fp8
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
 from mtp_jax.model.spec import scale_spec
@@ -96,7 +97,7 @@ def fp8(spec: Spec) -> Any:
 
 def cases() -> dict[str, Case]:
     """By name."""
-    demo = ModelConfig.from_file(demo_model() / "config.json")
+    demo = config_of_file(demo_model() / "config.json")
     dense, moe = (preset(name).config for name in ("dense", "moe"))
     return {
         "tiny-sampled": Case(TINY, float32, 2, 3, SAMPLED),

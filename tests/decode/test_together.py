@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 from jax.sharding import Mesh
 
 from kernels_pallas.grouped_matmul.layout import group_rows
@@ -23,7 +24,7 @@ from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.source import Paged
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.cache import PagedView
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import MlaConfig, ModelConfig
 from mtp_jax.model.experts.cpu import CpuExperts
 from mtp_jax.model.parts import join, split
 from mtp_jax.model.sharding import make_mesh
@@ -183,7 +184,7 @@ def test_every_weight_is_read_once():
         weights = {
             "head": (TINY.vocab_size, TINY.hidden_size),
             "queries": (TINY.q_lora_rank, TINY.hidden_size),
-            "latents": (TINY.latent_dim, TINY.hidden_size),
+            "latents": (TINY.row.width, TINY.hidden_size),
         }
         lines = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
         return {
@@ -230,7 +231,7 @@ def test_rows_past_their_slots_depth_cost_nothing():
     params, drafter = tiny_params(cfg), build(cfg)
     plain, mode = xla_cpu(), SamplingMode()
     visits, seeing = Visits(plain.products), Seeing(plain.products)
-    on = replace(plain, experts=visits, latent=seeing)
+    on = replace(plain, experts=visits, kinds=FrozenDict({**plain.kinds, MlaConfig: seeing}))
     first = jax.jit(Step(Decoding(Model(cfg, xla_cpu()), drafter), StepKey(0, 0, PAGES, mode)))
     counted = jax.jit(Step(Decoding(Model(cfg, on), drafter), StepKey(SLOTS, DEPTH, PAGES, mode)))
     texts = prompts(SLOTS, shortest=4, seed=2)

@@ -193,7 +193,7 @@ def test_trees_change_no_text(world):
         count = min(map(len, (found.trees.logprobs[row], found.plain.logprobs[row])))
         trees, plain = (told.logprobs[row][:count] for told in (found.trees, found.plain))
         if world.fp8:  # rounding has moved a value over a boundary, one of all that a sum reads
-            near(trees, plain, 1, jnp.float8_e4m3fn, size=(world.cfg.latent_dim * LENGTH) ** -0.5)
+            near(trees, plain, 1, jnp.float8_e4m3fn, size=(world.cfg.row.width * LENGTH) ** -0.5)
         else:
             size = largest_logit(world.params, world.cfg)
             near(trees, plain, of_model(world.cfg, LENGTH), size=size)

@@ -39,7 +39,7 @@ def window(cfg: ModelConfig, entries: int, on: Backend) -> tuple[Any, Callable[[
         keys = iter(jax.random.split(jax.random.key(0), 2 * cfg.num_hidden_layers + 1))
         shape, index = (entries // PAGE + 1, PAGE), cfg.indexer
         assert index is not None
-        widths = cfg.latent_dim, index.dim
+        widths = cfg.row.width, index.dim
         pages = tuple(
             LayerCache(*(jax.random.normal(next(keys), (*shape, width)) for width in widths))
             for _ in range(cfg.num_hidden_layers)

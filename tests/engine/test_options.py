@@ -19,6 +19,7 @@ from mtp_jax.engine.validate import check_config
 from mtp_jax.errors import ConfigError, MtpJaxError, RequestError
 from mtp_jax.model.backend import xla
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.options import declared, option
 from tests import golden
 from tests.models import TINY, engine_config, make_engine
@@ -259,7 +260,7 @@ def test_a_cache_that_no_memory_holds_is_refused():
 
 
 def test_without_a_seed_every_start_draws_its_own():
-    model = ModelConfig.from_dict(golden.raw_config("rigged"))
+    model = config_of(golden.raw_config("rigged"))
     seeds = {LLMOptions().engine(model, True).seed for _ in range(8)}
     assert len(seeds) == 8
     assert all(declared(EngineConfig)["seed"].allows(seed) for seed in seeds)

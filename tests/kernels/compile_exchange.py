@@ -49,7 +49,7 @@ def compile_trunk(gpus: int, micro_batches: int, layers: int, room: float, dump:
         return traced.hidden, traced.caches
 
     windows = array(jnp.int32, "slots", slots, WINDOW)
-    latents: Any = array(jnp.bfloat16, "pages", gpus * (SLOTS * columns + 1), PAGE, cfg.latent_dim)
+    latents: Any = array(jnp.bfloat16, "pages", gpus * (SLOTS * columns + 1), PAGE, cfg.row.width)
     cache = LayerCache(latents)
     inputs = windows, windows, array(jnp.int32, "slots", slots, columns), (cache,) * (1 + layers)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

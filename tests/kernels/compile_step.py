@@ -160,7 +160,7 @@ def moe_layers(
     positions = array(jnp.int32, "slots", load.slots, load.depth + 1)
     table = array(jnp.int32, "slots", load.slots, load.rows // PAGE)
     count = load.slots * load.rows // PAGE + data
-    widths = [cfg.latent_dim] + ([] if load.indexer is None else [load.indexer.dim])
+    widths = [cfg.row.width] + ([] if load.indexer is None else [load.indexer.dim])
     arrays: Any = [array(jnp.bfloat16, "pages", count, PAGE, width) for width in widths]
     pages = LayerCache(*arrays)
 
@@ -257,7 +257,7 @@ def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     """Memory of the step, and whether it makes wider copies of weights, or arrays of all that tokens see."""
     started, program = time.perf_counter(), compile_step(4, mesh, dump, load)
     memory: Any = program.compiled.memory_analysis()
-    width = v3(4).latent_dim + (load.indexer.dim if load.indexer else 0)
+    width = v3(4).row.width + (load.indexer.dim if load.indexer else 0)
     of_layer = load.slots // mesh.shape["data"] * load.rows * width * 2
     cache, share = 5 * of_layer, 100 * program.temp_mib * 2**20 / (WHOLE * of_layer)
     copies = wide_copies(program.compiled, fp8_params(v3(4, load.indexer), mesh))

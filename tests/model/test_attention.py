@@ -16,7 +16,7 @@ from mtp_jax.model.attention.pages import by_loop, by_scatter
 from mtp_jax.model.attention.source import Paged, Whole
 from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, Views, empty_cache, read_rows
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import MlaConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form, Queries, Ups, attend
 from mtp_jax.model.params import Attention, Layer
@@ -115,7 +115,7 @@ def test_windows_through_the_cache_equal_one_pass_without(name, form, kind):
     _, x, want = block(name)
     rng = np.random.default_rng(2)
     table = rng.permutation(B * COLUMNS).reshape(B, COLUMNS)
-    pages = jnp.full((B * COLUMNS + 1, SIZE, CONFIGS[name].latent_dim), jnp.nan, jnp.float32)
+    pages = jnp.full((B * COLUMNS + 1, SIZE, CONFIGS[name].row.width), jnp.nan, jnp.float32)
     cache = LayerCache(pages)
     width, got = 3, np.zeros_like(want)
     for start in range(0, T, width):
@@ -139,14 +139,14 @@ def queries(rng: np.random.Generator, width: int) -> Queries:
 
 def test_both_forms_of_both_backends_agree_under_any_mask(rng):
     q = queries(rng, 3)
-    rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(B, 9, TINY.row.width)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
     mask[0, 1] = False
 
     @jax.jit
     def by_all(q, rows, mask):
         return [
-            on.latent.attend(q, ups(), Whole(rows, mask, form=form), 0.3)
+            on.kinds[MlaConfig].attend(q, ups(), Whole(rows, mask, form=form), 0.3)
             for on in (xla(), xla_cpu())
             for form in get_args(Form)
         ]
@@ -162,13 +162,15 @@ def test_both_forms_of_both_backends_agree_under_any_mask(rng):
 )
 def test_the_two_forms_have_the_same_derivatives(on, rng):
     q, w = queries(rng, 3), ups()
-    rows = jnp.asarray(rng.normal(size=(B, 9, TINY.latent_dim)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(B, 9, TINY.row.width)), jnp.float32)
     mask = rng.random((B, 3, 9)) < 0.6
     mask[0, 1] = False
     weigh = jnp.asarray(rng.normal(size=(B, 3, *w.v.shape[:2])), jnp.float32)
 
     def total(form, q, w, rows):
-        return (on.latent.attend(q, w, Whole(rows, jnp.asarray(mask), form=form), 0.3) * weigh).sum()
+        return (
+            on.kinds[MlaConfig].attend(q, w, Whole(rows, jnp.asarray(mask), form=form), 0.3) * weigh
+        ).sum()
 
     @jax.jit
     def both(*given):
@@ -192,12 +194,12 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form, rng):
     monkeypatch.setattr(cpu_attention, "_BLOCK", (2 * SIZE, 2 * SIZE))
     q = queries(rng, 3)
     table = rng.permutation(B * columns).reshape(B, columns)
-    rows = rng.normal(size=(B * columns + 1, SIZE, TINY.latent_dim)).astype(np.float32)
+    rows = rng.normal(size=(B * columns + 1, SIZE, TINY.row.width)).astype(np.float32)
 
     @jax.jit
     def attended(cache, view):
         source = Paged(cache, replace(view, form=form), TINY.row)
-        return xla_cpu().latent.attend(q, ups(), source, 0.3)
+        return xla_cpu().kinds[MlaConfig].attend(q, ups(), source, 0.3)
 
     @jax.jit
     def plainly(seen, view):
@@ -228,7 +230,7 @@ def test_prefill_takes_the_form_with_fewer_operations():
     """Per head and cached row: naive (h + v) C once and h + R + v per token, absorbed 2 C + R per token."""
     cfg = replace(TINY, kv_lora_rank=192, qk_nope_head_dim=64, v_head_dim=64)
     h, v, c, r = cfg.qk_nope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank, cfg.qk_rope_head_dim
-    forms = [xla_cpu().latent.prefill_form(cfg, w) for w in range(1, 300)]
+    forms = [xla_cpu().kinds[MlaConfig].prefill_form(cfg, w) for w in range(1, 300)]
     fewer = [w * (2 * c + r) <= (h + v) * c + w * (h + r + v) for w in range(1, 300)]
     assert forms == ["absorbed" if few else "naive" for few in fewer]
     assert len(set(forms)) == 2, "there is nothing to choose in this model"
@@ -237,10 +239,12 @@ def test_prefill_takes_the_form_with_fewer_operations():
 @pytest.mark.parametrize("form", ["naive", "absorbed"])
 def test_large_scores_do_not_overflow(form, rng):
     q = queries(rng, 1)
-    rows = jnp.asarray(rng.normal(size=(B, 5, TINY.latent_dim)), jnp.float32)
+    rows = jnp.asarray(rng.normal(size=(B, 5, TINY.row.width)), jnp.float32)
     for on in (xla(), xla_cpu()):
         run = jax.jit(
-            lambda q, rows, mask, on=on: on.latent.attend(q, ups(), Whole(rows, mask, form=form), 1e4)
+            lambda q, rows, mask, on=on: on.kinds[MlaConfig].attend(
+                q, ups(), Whole(rows, mask, form=form), 1e4
+            )
         )
         out = run(q, rows, np.ones((B, 1, 5), bool))
         assert np.isfinite(out).all()

@@ -8,8 +8,7 @@ from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page
 from mtp_jax.decode.state import StateShape
 from mtp_jax.heads.build import build
 from mtp_jax.model.backend import xla_cpu
-from mtp_jax.model.cache_bytes import slot_bytes, token_bytes
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.trunk import Model
 from tests.lab.planning.releases import write
 from tests.models import TINY
@@ -24,16 +23,19 @@ def size(tree) -> int:
 @pytest.mark.parametrize(("v4", "page"), [(True, 128), (True, 512), (False, 16)])
 def test_bytes_of_a_token_and_of_a_slot_are_those_of_a_state(dtype, v4, page):
     """Layers of every ratio and an MTP layer; without the hidden states at the end of a page."""
-    cfg = ModelConfig.from_dict(v4_config()) if v4 else TINY
+    cfg = config_of(v4_config()) if v4 else TINY
     pages, slots, widest = 5, 3, 4
     kind = {"dtype": "float32" if dtype == "fp8" else dtype, "fp8": dtype == "fp8"}
     shape = StateShape(slots, pages, page, 2, window=widest, **kind)
     state = abstract_state(Model(cfg, xla_cpu()), build(cfg), shape)
     layers = range(cfg.num_hidden_layers + cfg.num_nextn_predict_layers)
     hidden = size(state.drafter.pages.boundary) / (pages + 1)
-    assert bytes_per_page(state) == page * sum(token_bytes(cfg, i, dtype, page) for i in layers) + hidden
+    assert (
+        bytes_per_page(state)
+        == page * sum(cfg.attention.token_bytes(i, dtype, page) for i in layers) + hidden
+    )
     *_, caches = state.in_slots
-    assert size(caches) == slots * sum(slot_bytes(cfg, i, dtype, widest) for i in layers)
+    assert size(caches) == slots * sum(cfg.attention.slot_bytes(i, dtype, widest) for i in layers)
     assert (size(caches) > 0) is v4
 
 
@@ -51,6 +53,6 @@ def test_info_counts_the_cache_of_v4_flash(tmp_path):
     assert line.endswith("55,296 B as bfloat16, 33,895 B as fp8, in pages of 128 tokens")
 
     def per_token(page: int) -> float:
-        return sum(token_bytes(summary.config, i, "bfloat16", page) for i in range(44))
+        return sum(summary.config.attention.token_bytes(i, "bfloat16", page) for i in range(44))
 
     assert [per_token(page) for page in (128, 512, 2048)] == [55_296, 19_752, 10_866]

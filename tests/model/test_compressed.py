@@ -14,9 +14,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mtp_jax.model import trunk
-from mtp_jax.model.attention.compressed import empty_window
-from mtp_jax.model.backend import xla_cpu
-from mtp_jax.model.cache import PagedView, WindowCache, empty_cache
+from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.cache import Cache, PagedView, WindowCache, empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Caches, Model
@@ -58,9 +57,9 @@ def whole() -> np.ndarray:
 def empty(fp8: bool = False) -> Caches:
     cfg, _ = model()
 
-    def one(layer: int) -> WindowCache:
+    def one(layer: int) -> Cache:
         pages = empty_cache(SLOTS * COLUMNS + 1, SIZE, cfg, layer, jnp.float32, fp8=fp8)
-        return empty_window(pages, cfg, layer, SLOTS, WIDEST)
+        return xla().kind(cfg).cache(pages, cfg, layer, SLOTS, WIDEST)
 
     def broken(a: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.asarray(
@@ -192,7 +191,7 @@ def rows_read(columns: int) -> dict[int, int]:
         where = PagedView(table, jnp.zeros((1, 1), jnp.int32), chain(one, one), slot=one)
         pages = empty_cache(columns + 1, SIZE, cfg, layer, jnp.float32)
         x, angles = jnp.zeros((1, 1, 4, 32)), jnp.zeros((1, 1, 2, 2, 4))
-        return x, trunk.Sight(angles, (where,)), empty_window(pages, cfg, layer, 1, 1)
+        return x, trunk.Sight(angles, (where,)), xla().kind(cfg).cache(pages, cfg, layer, 1, 1)
 
     for layer, ratio in enumerate(CONFIG["compress_ratios"][:3]):
         jaxpr = jax.make_jaxpr(lambda p, x, sight, own: trunk.attended(p, Model(cfg, ON), x, sight, own))(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import IndexerConfig, ModelConfig, YarnConfig
+from mtp_jax.model.config import IndexerConfig, YarnConfig
+from mtp_jax.model.family import config_json, config_of, config_of_file
 from mtp_jax.model.hf_config import read_json
 from tests.golden import VARIANTS, model_dir
 
@@ -72,9 +73,9 @@ def without(*keys: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_deepseek_v3():
-    c = ModelConfig.from_dict(V3)
+    c = config_of(V3)
     assert (c.num_hidden_layers, c.nextn_moe, c.fp8, c.dtype) == (61, (True,), True, "bfloat16")
-    assert (c.qk_head_dim, c.latent_dim, c.eos_token_ids) == (192, 576, (1,))
+    assert (c.attention.key_dim, c.row.width, c.eos_token_ids) == (192, 576, (1,))
     assert [c.is_moe(i) for i in (0, 2, 3, 60)] == [False, False, True, True]
     assert c.rope_scaling == YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
     assert c.rope_scaling is not None
@@ -85,11 +86,11 @@ def test_deepseek_v3():
 def test_the_dialect_of_transformers_5():
     new = without("rope_scaling", "rope_theta", "torch_dtype", dtype="bfloat16")
     new["rope_parameters"] = YARN | {"rope_theta": 10000, "rope_type": "yarn"}
-    assert ModelConfig.from_dict(new) == ModelConfig.from_dict(V3)
+    assert config_of(new) == config_of(V3)
     nested = without("rope_theta", rope_scaling=YARN | {"rope_theta": 5e4})
-    assert ModelConfig.from_dict(nested) == ModelConfig.from_dict(V3 | {"rope_theta": 5e4})
+    assert config_of(nested) == config_of(V3 | {"rope_theta": 5e4})
     new["rope_parameters"] = {"rope_theta": 5e4, "rope_type": "default"}
-    assert ModelConfig.from_dict(new) == ModelConfig.from_dict(V3 | {"rope_scaling": None, "rope_theta": 5e4})
+    assert config_of(new) == config_of(V3 | {"rope_scaling": None, "rope_theta": 5e4})
 
 
 @pytest.mark.parametrize("idle", [None, {}, {"rope_type": "default"}, {"type": "default", "rope_theta": 1e4}])
@@ -97,7 +98,7 @@ def test_a_dialect_that_says_nothing_leaves_it_to_the_other(idle: dict[str, obje
     yarn = YARN | {"rope_theta": 10000, "rope_type": "yarn"}
     for scaling, parameters in ((idle, yarn), (YARN, idle)):
         both = {"rope_scaling": scaling, "rope_parameters": parameters}
-        assert ModelConfig.from_dict(V3 | both) == ModelConfig.from_dict(V3)
+        assert config_of(V3 | both) == config_of(V3)
 
 
 def test_defaults():
@@ -116,7 +117,7 @@ def test_defaults():
         "torch_dtype",
         "rope_theta",
     )
-    c = ModelConfig.from_dict(without(*optional))
+    c = config_of(without(*optional))
     assert (c.num_nextn_predict_layers, c.nextn_moe, c.eos_token_ids) == (0, (), ())
     assert (c.rope_interleave, c.rope_scaling, c.q_lora_rank, c.fp8) == (True, None, None, False)
     assert (c.rms_norm_eps, c.rope_theta, c.norm_topk_prob, c.tie_word_embeddings) == (1e-6, 1e4, True, False)
@@ -147,7 +148,7 @@ def test_defaults():
     ],
 )
 def test_values_that_are_read(changes: dict[str, Any], field: str, value: Any):
-    assert getattr(ModelConfig.from_dict(V3 | changes), field) == value
+    assert getattr(config_of(V3 | changes), field) == value
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_values_that_are_read(changes: dict[str, Any], field: str, value: Any):
     ],
 )
 def test_mscale(changes: dict[str, Any], rope: float, softmax: float):
-    c = ModelConfig.from_dict(V3 | {"rope_scaling": YARN | changes})
+    c = config_of(V3 | {"rope_scaling": YARN | changes})
     assert c.rope_scaling is not None
     assert math.isclose(c.rope_scaling.rope_factor, rope, rel_tol=1e-9)
     assert math.isclose(c.softmax_scale * math.sqrt(192), softmax**2, rel_tol=1e-9)
@@ -176,11 +177,11 @@ GLM52_FULL = {0, 1, 2, *range(6, 78, 4)}
 
 
 def test_sparse_attention():
-    index = ModelConfig.from_dict(V3 | INDEX).indexer
+    index = config_of(V3 | INDEX).indexer
     assert index == IndexerConfig(64, 128, 2048, interleaved=False, shared=(False,) * 61)
     # The first release of V3.2 called itself deepseek_v3.
-    assert ModelConfig.from_dict(V3 | INDEX | {"model_type": "deepseek_v3"}).indexer == index
-    assert ModelConfig.from_dict(V3).indexer is None
+    assert config_of(V3 | INDEX | {"model_type": "deepseek_v3"}).indexer == index
+    assert config_of(V3).indexer is None
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_sparse_attention():
     ],
 )
 def test_the_rope_of_an_indexer_is_the_models_unless_the_config_says(changes: Any, interleaved: bool):
-    index = ModelConfig.from_dict(V3 | INDEX | changes).indexer
+    index = config_of(V3 | INDEX | changes).indexer
     assert index is not None
     assert index.interleaved == interleaved
 
@@ -211,7 +212,7 @@ def test_the_rope_of_an_indexer_is_the_models_unless_the_config_says(changes: An
     ],
 )
 def test_layers_that_share_an_indexer(changes: Any, full: set[int]):
-    cfg = ModelConfig.from_dict(V3 | INDEX | {"num_hidden_layers": 78} | changes)
+    cfg = config_of(V3 | INDEX | {"num_hidden_layers": 78} | changes)
     assert {i for i in range(78) if cfg.indexes(i)} == full
     assert cfg.indexes(78), "a NextN layer has its own"
 
@@ -225,7 +226,7 @@ REFUSED = [
     ({"model_type": "deepseek_v32"}, "config.json lacks index_n_heads, index_head_dim, index_topk; sparse"),
     ({"model_type": "deepseek_v2"}, "'deepseek_v2' is not supported: its softmax router"),
     ({"model_type": "kimi_k3"}, "'kimi_k3' is not supported: its layers mix"),
-    ({"model_type": "llama"}, "'llama' is not supported; expected one of deepseek_v3"),
+    ({"model_type": "mamba"}, "'mamba' is not supported; expected one of deepseek_v3"),
     ({"index_topk": 2048}, "config.json lacks index_n_heads, index_head_dim; sparse attention needs"),
     (INDEX | {"index_topk": 0}, "index_topk = 0; expected a whole number from 1 to"),
     (INDEX | {"index_head_dim": 32}, "index_head_dim = 32; expected qk_rope_head_dim = 64 or more"),
@@ -333,7 +334,7 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[m[:40] for _, m in REFUSED])
 def test_refusals(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict({k: v for k, v in (V3 | changes).items() if v is not None})
+        config_of({k: v for k, v in (V3 | changes).items() if v is not None})
     assert message in str(caught.value)
 
 
@@ -351,7 +352,7 @@ def test_unreadable_files(tmp_path: Path, text: str | None, message: str):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        ModelConfig.from_file(tmp_path / "config.json")
+        config_of_file(tmp_path / "config.json")
 
 
 WRONG = ["x", "", [], [1], {}, -1, 0, 1.5, True, None, 10**400, math.nan, math.inf, [None], [[1]]]
@@ -370,15 +371,15 @@ def test_any_value_is_read_or_refused(key: str):
     for wrong in WRONG:
         for value in (wrong, *({**inner, k: wrong} for k in inner)):
             with contextlib.suppress(ConfigError):
-                ModelConfig.from_dict({**V3, key: value})
+                config_of({**V3, key: value})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_written_configs_are_read_back(variant: str):
     path = model_dir(variant) / "config.json"
-    before = ModelConfig.from_file(path)
-    after = ModelConfig.from_dict(json.loads(json.dumps(before.to_dict())))
-    assert after == ModelConfig.from_dict(read_json(path) | {"quantization_config": None})
+    before = config_of_file(path)
+    after = config_of(json.loads(json.dumps(config_json(before))))
+    assert after == config_of(read_json(path) | {"quantization_config": None})
     assert after.with_nextn(()).num_nextn_predict_layers == 0
     assert after.with_eos([3, 4]).eos_token_ids == (3, 4)
     assert after.with_eos(5).eos_token_ids == (5,)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json, config_of
 from tests.v4 import v4_config
 
 YARN = v4_config()["rope_scaling"]
@@ -29,13 +29,13 @@ def other(**changes: Any) -> dict[str, Any]:
 
 
 def test_both_dialects_are_one_model():
-    assert ModelConfig.from_dict(other()) == ModelConfig.from_dict(v4_config())
+    assert config_of(other()) == config_of(v4_config())
 
 
 def test_null_is_no_yarn():
-    cfg = ModelConfig.from_dict(v4_config() | {"rope_scaling": None})
+    cfg = config_of(v4_config() | {"rope_scaling": None})
     assert cfg.rope_scaling is None
-    assert ModelConfig.from_dict(cfg.to_dict()) == cfg
+    assert config_of(config_json(cfg)) == cfg
 
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
@@ -74,5 +74,5 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 @pytest.mark.parametrize(("raw", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
 def test_a_fault_is_named(raw: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as error:
-        ModelConfig.from_dict(raw)
+        config_of(raw)
     assert message in str(error.value)

@@ -26,7 +26,7 @@ from mtp_jax.model.attention import hopper as by_kernels
 from mtp_jax.model.attention.source import Paged
 from mtp_jax.model.backend import Backend, backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache
-from mtp_jax.model.config import RowFormat
+from mtp_jax.model.config import MlaConfig, RowFormat
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Queries, Ups
@@ -382,7 +382,7 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
     view = PagedView(table, positions, chain(start, jnp.where(start < 0, 0, 2)))
     x, pages = (
         jnp.asarray(rng.normal(size=shape).astype(jnp.bfloat16))
-        for shape in ((4, 2, cfg.hidden_size), (12, 4, cfg.latent_dim))
+        for shape in ((4, 2, cfg.hidden_size), (12, 4, cfg.row.width))
     )
     empty = empty_cache(12, 4, cfg, 0, jnp.bfloat16, fp8=cache == "fp8")
     given = empty.stored(Entries(pages), cfg.row)
@@ -439,7 +439,7 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch, r
     cache = xla().write_rows(LayerCache(normal(7, 4, rank + rope)), LayerCache(rows), table, positions)
     source = Paged(cache, view, RowFormat(rank + rope, (rank, rank + rope), rank, 128))
     want, got = (
-        jax.jit(on.latent.attend, static_argnums=3)(q, Ups(*ups), source, 0.3)
+        jax.jit(on.kinds[MlaConfig].attend, static_argnums=3)(q, Ups(*ups), source, 0.3)
         for on in (xla(), mosaic_gpu(strict=True))
     )
     # Keys or queries from the latents, scores, a sum over the rows, values from the latents.

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.model import draft_module, indexer, nextn, trunk
+from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.backend import Backend, xla, xla_cpu
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import MlaConfig, ModelConfig
 from mtp_jax.model.mla import Form
 from mtp_jax.model.moe import Way
 from mtp_jax.model.narrow import Bf16, Fp8
@@ -42,12 +44,15 @@ SCORES: list[np.ndarray] = []
 def watched(on: Backend) -> Backend:
     """The same backend, whose indexers add the scores that they choose from to ``SCORES``."""
 
-    class Watched(type(on.latent)):
+    mla = on.kinds[MlaConfig]
+    assert isinstance(mla, Latent)
+
+    class Watched(type(mla)):
         def best(self, found: jax.Array, count: int) -> jax.Array:
             jax.debug.callback(lambda a: SCORES.append(np.asarray(a)), found[0], ordered=True)
             return super().best(found, count)
 
-    return replace(on, latent=Watched(**vars(on.latent)))
+    return replace(on, kinds=FrozenDict({**on.kinds, MlaConfig: Watched(**vars(mla))}))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "on"))
@@ -81,7 +86,7 @@ def computed(variant: str, on: Backend, narrow: str = "dequantise") -> dict[str,
 def show(case: Any) -> str:
     if not isinstance(case, Backend):
         return str(case)
-    return f"{type(case.products).__name__}-{case.latent.form}-{case.experts.way}"
+    return f"{type(case.products).__name__}-{case.kinds[MlaConfig].form}-{case.experts.way}"
 
 
 def terms(variant: str) -> int:

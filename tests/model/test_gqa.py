@@ -49,7 +49,11 @@ def test_each_part_of_the_heads_asks_its_own_kv_heads(parts: int):
 
     @jax.jit
     def attend(q: jax.Array, heads: jax.Array, mask: jax.Array) -> jax.Array:
-        return xla().gqa.attend(Queries(q), KvHeads(heads, G, N // G), Whole(rows, mask), CFG.softmax_scale)
+        return (
+            xla()
+            .kind(CFG)
+            .attend(Queries(q), KvHeads(heads, G, N // G), Whole(rows, mask), CFG.softmax_scale)
+        )
 
     pairs = zip(np.split(q, parts, axis=2), np.split(kv_heads, parts), strict=True)
     got = np.concatenate([attend(mine, heads, mask) for mine, heads in pairs], axis=2)
@@ -130,6 +134,6 @@ def test_queries_may_stay_narrow():
     """A head that was written in bfloat16, on a CPU: kv heads are found by the shape of the weight."""
     attention: Any = rigged(CFG).layers[0].attention
     narrow = replace(attention, q=Bf16(jnp.asarray(np.asarray(attention.q).astype(jnp.bfloat16))))
-    found, want = (xla_cpu().gqa.by_head(a, CFG) for a in (narrow, attention))
+    found, want = (xla_cpu().kind(CFG).by_head(a, CFG) for a in (narrow, attention))
     np.testing.assert_array_equal(found.of, want.of)
     assert (found.count, found.group) == (want.count, want.group) == (4, 2)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json, config_of
 from tests.checkpoint.compressed import BLOCKS, MXFP4
 from tests.checkpoint.int4_files import CONFIG, QUANTISATION
 
-PLAIN = CONFIG.to_dict() | {"model_type": "kimi_k2"}
+PLAIN = config_json(CONFIG) | {"model_type": "kimi_k2"}
 INT4 = PLAIN | {"quantization_config": QUANTISATION}
 
 
@@ -24,10 +24,10 @@ def changed(top: dict[str, Any] | None = None, group: Any = None, **weights: Any
 
 
 def test_groups_of_inputs():
-    assert ModelConfig.from_dict(INT4).int4_group == 32
-    assert not ModelConfig.from_dict(INT4).fp8
-    assert ModelConfig.from_dict(PLAIN).int4_group is None
-    assert "quantization_config" not in ModelConfig.from_dict(INT4).to_dict()
+    assert config_of(INT4).int4_group == 32
+    assert not config_of(INT4).fp8
+    assert config_of(PLAIN).int4_group is None
+    assert "quantization_config" not in config_json(config_of(INT4))
 
 
 NEUTRAL = {
@@ -42,7 +42,7 @@ NEUTRAL = {
 
 @pytest.mark.parametrize("case", NEUTRAL)
 def test_what_changes_nothing(case: str):
-    assert ModelConfig.from_dict(NEUTRAL[case]).int4_group == 32
+    assert config_of(NEUTRAL[case]).int4_group == 32
 
 
 ACTIVATIONS = {"num_bits": 8, "type": "int", "dynamic": True}
@@ -116,7 +116,7 @@ REFUSED |= {
 @pytest.mark.parametrize("inputs", ["as they come", "left alone"])
 def test_fp8_in_blocks(inputs: str):
     left = {"input_activations": None} if inputs == "left alone" else {}
-    found = ModelConfig.from_dict(fp8(left))
+    found = config_of(fp8(left))
     assert (found.fp8, found.fp4, found.int4_group) == (True, False, None)
 
 
@@ -126,10 +126,10 @@ def test_groups_of_several_formats():
         "experts": QUANTISATION["config_groups"]["group_0"] | {"format": "pack-quantized"},
     }
     quant = BLOCKS | {"format": "mixed-precision", "config_groups": groups}
-    found = ModelConfig.from_dict(PLAIN | {"quantization_config": quant})
+    found = config_of(PLAIN | {"quantization_config": quant})
     assert (found.fp8, found.fp4, found.int4_group) == (True, False, 32)
     groups["experts"] = MXFP4
-    found = ModelConfig.from_dict(PLAIN | {"quantization_config": quant})
+    found = config_of(PLAIN | {"quantization_config": quant})
     assert (found.fp8, found.fp4, found.int4_group) == (True, True, None)
 
 
@@ -137,7 +137,7 @@ def test_groups_of_several_formats():
 def test_refusals(case: str):
     raw, message = REFUSED[case]
     with pytest.raises(ConfigError) as error:
-        ModelConfig.from_dict(raw)
+        config_of(raw)
     assert message in str(error.value)
 
 
@@ -148,18 +148,18 @@ def nested(outer: dict[str, Any] | None = None, **text: Any) -> dict[str, Any]:
 
 
 def test_the_text_part_of_a_multimodal_config():
-    plain = ModelConfig.from_dict(INT4)
-    assert ModelConfig.from_dict(nested()) == plain
-    assert ModelConfig.from_dict(nested(model_type="deepseek_v3")) == plain
+    plain = config_of(INT4)
+    assert config_of(nested()) == plain
+    assert config_of(nested(model_type="deepseek_v3")) == plain
     moved = nested({"quantization_config": QUANTISATION}, quantization_config=None)
-    assert ModelConfig.from_dict(moved) == plain
-    assert ModelConfig.from_dict(nested({"quantization_config": QUANTISATION})) == plain
+    assert config_of(moved) == plain
+    assert config_of(nested({"quantization_config": QUANTISATION})) == plain
     outside = nested(
         {"dtype": "float32", "eos_token_id": [3, 4]}, torch_dtype=None, dtype=None, eos_token_id=None
     )
-    assert ModelConfig.from_dict(outside).dtype == "float32"
-    assert ModelConfig.from_dict(outside).eos_token_ids == (3, 4)
-    assert ModelConfig.from_dict(nested({"dtype": "float16"})).dtype == plain.dtype
+    assert config_of(outside).dtype == "float32"
+    assert config_of(outside).eos_token_ids == (3, 4)
+    assert config_of(nested({"dtype": "float16"})).dtype == plain.dtype
 
 
 @pytest.mark.parametrize(
@@ -173,5 +173,5 @@ def test_the_text_part_of_a_multimodal_config():
 )  # fmt: skip
 def test_what_it_must_nest(raw: dict[str, Any], message: str):
     with pytest.raises(ConfigError) as error:
-        ModelConfig.from_dict(raw)
+        config_of(raw)
     assert message in str(error.value)

@@ -16,6 +16,7 @@ from mtp_jax.heads.eagle3.declared import Eagle3Config
 from mtp_jax.heads.kinds import kind_of
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json, config_of
 from tests import v4
 from tests.checkpoint.compressed import BLOCKS
 from tests.checkpoint.int4_files import QUANTISATION
@@ -30,26 +31,26 @@ VALUES: tuple[Any, ...] = (
 MOST_BYTES = 8 << 20
 
 
-def config_of(variant: str, part: str = "model") -> JsonObject:
+def described(variant: str, part: str = "model") -> JsonObject:
     return json.loads((model_dir(variant, part) / "config.json").read_text())
 
 
 MODELS: dict[str, JsonObject] = {
-    "v3": config_of("v3"),
-    "fp8": config_of("fp8"),
-    "llm-compressor": config_of("v3") | {"quantization_config": BLOCKS},
-    "int4": config_of("v3")
+    "v3": described("v3"),
+    "fp8": described("fp8"),
+    "llm-compressor": described("v3") | {"quantization_config": BLOCKS},
+    "int4": described("v3")
     | {"quantization_config": QUANTISATION, "hidden_size": 64, "moe_intermediate_size": 32},
-    "indexer": config_of("dsa_glm52"),
-    "indexer by frequency": config_of("dsa_v32") | {"index_topk_freq": 2, "index_skip_topk_offset": 1},
-    "gqa": config_of("glm45") | {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 32}},
+    "indexer": described("dsa_glm52"),
+    "indexer by frequency": described("dsa_v32") | {"index_topk_freq": 2, "index_skip_topk_offset": 1},
+    "gqa": described("glm45") | {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 32}},
     "v4": v4.v4_config(num_hidden_layers=2, compress_ratios=[4, 128, 0]),
 }
 HEADS: dict[str, JsonObject] = {
-    **{name: config_of(name, "draft") for name in ("eagle3", "eagle3_mla", "dflash", "dflash2", "dspark")},
+    **{name: described(name, "draft") for name in ("eagle3", "eagle3_mla", "dflash", "dflash2", "dspark")},
     "medusa": {"medusa_num_heads": 4, "medusa_num_layers": 1, "hidden_size": 40, "vocab_size": 80},
 }
-TRUNK = ModelConfig.from_dict(config_of("eagle3"))
+TRUNK = config_of(described("eagle3"))
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -73,10 +74,10 @@ def with_value(raw: JsonObject, way: tuple[Any, ...], value: Any) -> JsonObject:
 
 def used(cfg: ModelConfig) -> None:
     """Ask a configuration for everything that needs no tensor."""
-    json.dumps(cfg.to_dict())
+    json.dumps(config_json(cfg))
     assert cfg.softmax_scale > 0
     assert cfg.row.width > 0
-    assert cfg.page_unit > 0
+    assert cfg.attention.page_unit > 0
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +107,7 @@ def fuzz(raw: JsonObject, find: Callable[[JsonObject], object]) -> None:
 
 @pytest.mark.parametrize("name", apart(MODELS, "llm-compressor", "indexer", "gqa", "v4"))
 def test_models(name: str):
-    fuzz(MODELS[name], lambda raw: used(ModelConfig.from_dict(raw)))
+    fuzz(MODELS[name], lambda raw: used(config_of(raw)))
 
 
 @pytest.mark.parametrize("name", apart(HEADS, "eagle3", "dspark", "medusa"))

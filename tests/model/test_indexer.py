@@ -21,7 +21,7 @@ from mtp_jax.model import indexer
 from mtp_jax.model.attention.source import Chosen, Paged
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import LayerCache, PagedView
-from mtp_jax.model.config import IndexerConfig, RowFormat
+from mtp_jax.model.config import IndexerConfig, MlaConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING, IndexQueries
 from mtp_jax.model.mla import Queries, Ups
 from mtp_jax.model.visible import chain
@@ -145,7 +145,7 @@ def test_blocks_give_the_same_scores(draw, size):
 
 def test_pages_are_chosen_from_like_a_whole_sequence(draw):
     q, where = draw.asked(), draw.view()
-    latents, keys = draw.normal(B * COLUMNS, SIZE, CFG.latent_dim), draw.normal(B * COLUMNS, SIZE, DIM)
+    latents, keys = draw.normal(B * COLUMNS, SIZE, CFG.row.width), draw.normal(B * COLUMNS, SIZE, DIM)
     # What no token sees may be anything.
     last, table = where.visible.end(), np.asarray(where.page_table)
     whole = np.asarray(keys)[table].reshape(B, ROWS, DIM)
@@ -155,12 +155,14 @@ def test_pages_are_chosen_from_like_a_whole_sequence(draw):
 
     @jax.jit
     def both(q, pages, whole):
-        by_pages = xla().latent.choose(q, paged(LayerCache(latents, pages), where), TOPK)
+        by_pages = xla().kinds[MlaConfig].choose(q, paged(LayerCache(latents, pages), where), TOPK)
         mask = where.visible.mask(W, ROWS)
         return by_pages, top_k_reference(indexer.masked(indexer.scores(q, whole), mask), TOPK)
 
     np.testing.assert_array_equal(*both(q, pages, whole))
-    assert xla().latent.choose(q, paged(LayerCache(latents, keys), where), ROWS) is None, "all of it"
+    assert xla().kinds[MlaConfig].choose(q, paged(LayerCache(latents, keys), where), ROWS) is None, (
+        "all of it"
+    )
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -182,15 +184,15 @@ def test_kernels_choose_what_xla_does(draw, fp8, monkeypatch):
     @jax.jit
     def both(q, latents, keys):
         source = paged(LayerCache(latents, index_rows.pack(keys) if fp8 else keys), where)
-        chosen = mosaic_gpu().latent.choose(q, source, TOPK)
+        chosen = mosaic_gpu().kinds[MlaConfig].choose(q, source, TOPK)
         assert called == ["index_scores", "top_k"]
-        mosaic_gpu(kernels=frozenset()).latent.choose(q, source, TOPK)
-        return chosen, xla().latent.choose(q, source, TOPK)
+        mosaic_gpu(kernels=frozenset()).kinds[MlaConfig].choose(q, source, TOPK)
+        return chosen, xla().kinds[MlaConfig].choose(q, source, TOPK)
 
     np.testing.assert_array_equal(*both(q, latents, keys))
     wide = LayerCache(draw.normal(16, SIZE, 16), draw.normal(16, SIZE, DIM))
     plain = paged(wide, draw.view())
-    jax.eval_shape(lambda asked: mosaic_gpu().latent.choose(asked, plain, TOPK), draw.asked())
+    jax.eval_shape(lambda asked: mosaic_gpu().kinds[MlaConfig].choose(asked, plain, TOPK), draw.asked())
     assert called == ["index_scores", "top_k", "top_k"], "what is not bfloat16 XLA scores"
 
 
@@ -198,7 +200,7 @@ def test_kernels_choose_what_xla_does(draw, fp8, monkeypatch):
 @pytest.mark.parametrize("on", apart([xla(), xla_cpu()], xla()))
 def test_rows_read_one_by_one_give_what_a_mask_gives(draw, on, fp8):
     rank, w = TINY.kv_lora_rank, draw.ups()
-    rows = draw.normal(B * COLUMNS, SIZE, CFG.latent_dim)
+    rows = draw.normal(B * COLUMNS, SIZE, CFG.row.width)
     empty = LayerCache(rows, draw.normal(B * COLUMNS, SIZE, DIM))
     cache = LayerCache(pack(rows, rank), empty.index) if fp8 else empty
     q, where = draw.queries(), draw.view()
@@ -206,22 +208,22 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(draw, on, fp8):
 
     @jax.jit
     def attended(asked):
-        chosen = xla().latent.choose(asked, paged(empty, where), TOPK)
+        chosen = xla().kinds[MlaConfig].choose(asked, paged(empty, where), TOPK)
         assert chosen is not None
         one_by_one = source.of(chosen)
         assert isinstance(one_by_one, Chosen)
         masked = paged(cache, where, indexer.chosen_mask(chosen, ROWS))
-        return [on.latent.attend(q, w, rows, 0.3) for rows in (one_by_one, masked, source)]
+        return [on.kinds[MlaConfig].attend(q, w, rows, 0.3) for rows in (one_by_one, masked, source)]
 
     got, want, dense = map(np.asarray, attended(draw.asked()))
     # Queries to latents, scores, a sum over rows, latents to values.
-    near(got, want, CFG.qk_nope_head_dim + CFG.latent_dim + ROWS + rank)
+    near(got, want, CFG.qk_nope_head_dim + CFG.row.width + ROWS + rank)
     assert np.abs(dense - got).max() > 0.01
 
 
 def test_rows_that_tokens_share_are_read_once(draw):
     """Choices of more rows, token by token, than the pages have are a mask."""
-    cache = LayerCache(draw.normal(B * COLUMNS, SIZE, CFG.latent_dim))
+    cache = LayerCache(draw.normal(B * COLUMNS, SIZE, CFG.row.width))
     chosen, where = jax.ShapeDtypeStruct((B, W, ROWS // W + 1), jnp.int32), draw.view()
 
     def kinds(chosen):
@@ -254,7 +256,7 @@ def test_kernels_attend_to_the_rows_of_each_token(draw, monkeypatch):
         where = PagedView(jnp.arange(10).reshape(5, 2), jnp.zeros((5, 1), int), chain(jnp.full(5, count), 1))
         source = Paged(LayerCache(rows), where, row).of(chosen)
         assert isinstance(source, Chosen)
-        return on.latent.attend(q, w, source, 0.3).astype(jnp.float32)
+        return on.kinds[MlaConfig].attend(q, w, source, 0.3).astype(jnp.float32)
 
     some = jnp.asarray([1, 63, 64, 100, count])
     want, got = (np.asarray(attended(on, some)) for on in (xla(), mosaic_gpu(strict=True)))
@@ -264,10 +266,10 @@ def test_kernels_attend_to_the_rows_of_each_token(draw, monkeypatch):
 
 
 def test_kernels_that_must_attend_have_no_mask(draw):
-    cache, only = LayerCache(draw.normal(9, SIZE, CFG.latent_dim)), jnp.ones((B, W, COLUMNS * SIZE), bool)
+    cache, only = LayerCache(draw.normal(9, SIZE, CFG.row.width)), jnp.ones((B, W, COLUMNS * SIZE), bool)
     rows = paged(cache, draw.view(), only)
     with pytest.raises(ConfigError, match=r"a choice among rows .* has no kernel; take kernels=auto"):
-        mosaic_gpu(strict=True).latent.attend(draw.queries(), draw.ups(), rows, 0.3)
+        mosaic_gpu(strict=True).kinds[MlaConfig].attend(draw.queries(), draw.ups(), rows, 0.3)
 
 
 def compiled_shapes(draw: Draw, topk: int) -> set[tuple[int, ...]]:
@@ -277,12 +279,12 @@ def compiled_shapes(draw: Draw, topk: int) -> set[tuple[int, ...]]:
     )
 
     def run(q, asked, cache):
-        latent, source = xla().latent, paged(cache, where)
+        latent, source = xla().kinds[MlaConfig], paged(cache, where)
         return latent.attend(q, w, source.of(latent.choose(asked, source, topk)), 0.3)
 
     w = draw.ups()
     one = jax.tree.map(lambda x: x[:, :1], (draw.queries(), draw.asked()))
-    pages = LayerCache(draw.normal(99, SIZE, CFG.latent_dim), draw.normal(99, SIZE, DIM))
+    pages = LayerCache(draw.normal(99, SIZE, CFG.row.width), draw.normal(99, SIZE, DIM))
     text = jax.jit(run).lower(*one, pages).compile().as_text() or ""
     return {tuple(map(int, found.split(","))) for found in re.findall(r"f32\[([\d,]+)\]", text)}
 
@@ -292,7 +294,7 @@ def test_a_token_reads_as_many_entries_as_it_chooses(draw):
 
     def latents(shapes: set[tuple[int, ...]]) -> set[int]:
         """Latents of a slot that arrays hold, those of the whole cache aside."""
-        width = CFG.latent_dim
+        width = CFG.row.width
         return {int(np.prod(s[:-1])) // B for s in shapes if s[-1] == width and 99 not in s}
 
     assert ROWS == 4 * TOPK

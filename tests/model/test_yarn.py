@@ -10,6 +10,7 @@ import pytest
 
 from mtp_jax.heads.eagle3.declared import Eagle3Config
 from mtp_jax.model.config import ModelConfig, YarnConfig
+from mtp_jax.model.family import config_json, config_of
 from mtp_jax.model.layers import angles_of
 from tests import eagle3
 from tests.golden import expected
@@ -77,7 +78,7 @@ def llama(**changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("name", SCALING)
 def test_a_config_that_is_written_reads_the_same(name: str):
     cfg = llama(rope_scaling=YarnConfig(**SCALING[name]))
-    assert ModelConfig.from_dict(cfg.to_dict()) == cfg
+    assert config_of(config_json(cfg)) == cfg
 
 
 @pytest.mark.parametrize("name", SCALING)
@@ -85,14 +86,14 @@ def test_a_config_that_is_written_reads_the_same(name: str):
 def test_angles_in_a_grouped_query_layer(name: str, theta: float):
     scaling = SCALING[name]
     cfg = llama(rope_scaling=YarnConfig(**scaling), rope_theta=theta)
-    inv, factor = yarn(scaling, cfg.rope_dim, theta)
+    inv, factor = yarn(scaling, cfg.attention.rope_dim, theta)
     positions = np.array([[0, 1, 5, 63, 200]])
     angle = positions[..., None] * inv
     want = np.stack([np.cos(angle), np.sin(angle)], axis=-2) * factor
-    got = np.asarray(angles_of(cfg, jnp.asarray(positions)))
+    got = np.asarray(angles_of(cfg, jnp.asarray(positions), 0))
     # Three roundings of the largest angle: a power, its interpolation, the product with a position.
     np.testing.assert_allclose(got, want, rtol=0, atol=3 * roundoff() * positions.max() * factor)
-    assert cfg.softmax_scale == cfg.qk_head_dim**-0.5
+    assert cfg.softmax_scale == cfg.attention.key_dim**-0.5
 
 
 def normed(x: np.ndarray, weight: Any, eps: float) -> np.ndarray:
@@ -106,7 +107,7 @@ def head_in_numpy(fused: np.ndarray, following: np.ndarray, scaling: dict[str, A
     assert isinstance(p, eagle3.Eagle3)
     raw = {n: t.array().astype(np.float64) for n, t in eagle3.tensors("eagle3").items() if t.dtype == "F32"}
     w = {n.removeprefix("midlayer."): array for n, array in raw.items()}
-    eps, heads, width = cfg.rms_norm_eps, cfg.num_attention_heads, cfg.qk_head_dim
+    eps, heads, width = cfg.rms_norm_eps, cfg.num_attention_heads, cfg.attention.key_dim
     embedded = np.asarray(found.params.embed, np.float64)[following]
     x = np.concatenate(
         [normed(embedded, w["input_layernorm.weight"], eps), normed(fused, w["hidden_norm.weight"], eps)], -1

@@ -64,7 +64,7 @@ class Blocks:
         angles = rope_angles(cfg, positions)
         for each, cache in zip(_of(params).layers, caches, strict=True):
             a = each.layer.attention
-            entries = on.kind(a).entries(a, cfg, context, angles)
+            entries = on.kind(cfg).entries(a, cfg, context, angles)
             written.append(on.write(cache, cache.stored(entries, cfg.row), page_table, positions))
         return tuple(written)
 
@@ -118,7 +118,7 @@ class Blocks:
         assert isinstance(mlp, Mlp), "a head's layers are dense"
         rows = rms_norm(x, layer.attention_norm, eps)
         inner, outer = _kernels(p.attention_conv, rows, on)
-        q, own, _ = on.kind(a).project(a, cfg, _convolved(rows, inner), angles, None, ())
+        q, own, _ = on.kind(cfg).project(a, cfg, _convolved(rows, inner), angles, None, ())
         context, _, _ = on.attend(a, cfg, q, own, cache, (view,))
         out = on.tap(on.after_attention(layer, cfg, jnp.zeros_like(x), context, (view,)))
         x = x + _convolved(out, outer)

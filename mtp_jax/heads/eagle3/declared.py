@@ -9,6 +9,7 @@ from mtp_jax.heads.reading import HeadFile, flag, short_names, taps_of, with_lay
 from mtp_jax.heads.tables import OUT, own_embedding, target_offset
 from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json
 from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, Stored, plain
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
 from mtp_jax.model.spec import parameters
@@ -143,7 +144,7 @@ class Eagle3Config(DraftHead):
     @staticmethod
     def fresh(trunk: ModelConfig) -> JsonObject:
         """The config.json of a new head: one layer with the trunk's attention and dense width."""
-        return trunk.to_dict() | {
+        return config_json(trunk) | {
             "architectures": ["LlamaForCausalLMEagle3" if trunk.gqa else "Eagle3DeepseekV2ForCausalLM"],
             "draft_vocab_size": trunk.vocab_size,
             "num_hidden_layers": 1,

@@ -168,7 +168,7 @@ def of_launch(
         if sizes and layer in own:
             of = sizes
         a = attention(of, layer, width, cached)
-        values = a.rows * of.row.width + a.keys * of.index_dim(layer)
+        values = a.rows * of.row.width + a.keys * of.attention.index_width(layer)
         return LaunchCost(slots * values * itemsize, slots * (a.flops + a.scoring))
 
     def extend(rows: tuple[int, int]) -> list[LaunchCost]:

@@ -11,6 +11,7 @@ from mtp_jax.lab.bench.machine import measure
 from mtp_jax.lab.bench.report import environment
 from mtp_jax.machine import converts_float16, memory_size, processor_features, program_folder
 from mtp_jax.model.backend import backend
+from mtp_jax.model.config import MlaConfig
 from mtp_jax.model.device import compiler_options, multiplies_bf16, platform
 
 # Instruction sets that choose among forms of a program, here or in XLA's code generator: of x86 and of ARM.
@@ -50,7 +51,7 @@ def figures() -> JsonObject:
         "forms": {
             "float16_conversions": converts_float16(),
             "products": type(on.products).__name__,
-            "attention": type(on.latent).__name__,
+            "attention": type(on.kinds[MlaConfig]).__name__,
             "experts": type(on.experts).__name__,
             "bfloat16_matrices": multiplies_bf16(),
         },

@@ -17,6 +17,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.bench.synthetic import random_prompts
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.params import Params
 
 DEMO = "demo"
@@ -70,7 +71,7 @@ def load(model: str, drafts: bool = True) -> Subject:
     """
     directory = directory_of(model)
     on_cpu = jax.default_backend() == "cpu"
-    dtype = cast(Dtype, "float32" if on_cpu else ModelConfig.from_file(directory / "config.json").dtype)
+    dtype = cast(Dtype, "float32" if on_cpu else config_of_file(directory / "config.json").dtype)
     loaded = checkpoint.load(
         directory, dtype=dtype, narrow="multiplied", num_nextn_layers=None if drafts else 0
     )

@@ -30,6 +30,7 @@ from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.heads.blocks.declared import BlockHead, Markov
 from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.model.config import CompressedConfig, HyperConfig, ModelConfig
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import NextN, Params, Spec, dtype_of, param_specs
 
@@ -134,9 +135,11 @@ def _v4() -> ModelConfig:
         q_lora_rank=256,
         kv_lora_rank=0,
         qk_nope_head_dim=0,
+        qk_rope_head_dim=0,
         v_head_dim=0,
         compressed=CompressedConfig(
             head_dim=128,
+            rope=32,
             groups=4,
             group_rank=128,
             window=128,
@@ -156,6 +159,7 @@ def _v4() -> ModelConfig:
         routed_scaling_factor=1.5,
         first_k_dense_replace=0,
         nextn_moe=(True,),
+        family="deepseek_v4",
     )
 
 
@@ -349,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(args)
         made = preset(args.preset) if args.preset else None
-        cfg = made.config if made else ModelConfig.from_file(args.config)
+        cfg = made.config if made else config_of_file(args.config)
         noise = args.noise if args.noise is not None else made and made.noise
         if args.tune is not None:
             depth = 3 if args.depth is None else args.depth

@@ -13,6 +13,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.planning.fit import MEMORY_FRACTION, OVERHEAD
 from mtp_jax.lab.planning.hardware import GPUS, gpu_named
+from mtp_jax.model.family import config_json
 from mtp_jax.model.room import Room
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -120,7 +121,7 @@ def _tokens(s: "Summary", room: Room) -> dict[str, int]:
 
 def _object(s: "Summary", tokenizer: Tokenizer | None, room: Room | None) -> JsonObject:
     return asdict(s) | {
-        "config": s.config.to_dict(),
+        "config": config_json(s.config),
         "cache_tokens_per_gib": {k: _GIB // n for k, n in s.cache_bytes_per_token.items()},
         "cache_tokens_per_gpu": room and _tokens(s, room),
         "tokenizer": tokenizer

@@ -15,7 +15,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.tune_options import TuneOptions
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of_file
 from mtp_jax.options import declared
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         if head is not None:
             own.draft_model = head
             vars(own).pop("num_nextn_layers", None)
-        if head or draft_model or ModelConfig.from_file(directory / "config.json").drafts:
+        if head or draft_model or config_of_file(directory / "config.json").drafts:
             own.adaptive_depth = False
         else:  # answers of the model alone
             own.num_speculative_tokens = 0

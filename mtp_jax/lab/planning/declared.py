@@ -5,6 +5,7 @@ from pathlib import Path
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.planning.published import KNOWN
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.hf_config import read_json
 
 
@@ -22,7 +23,7 @@ def declared(model: Path, trunk_alone: bool, option: str) -> tuple[str, ModelCon
     if known is not None and not path.exists():
         return name, known
     raw = read_json(path)
-    cfg = ModelConfig.from_dict(raw)
+    cfg = config_of(raw)
     if not any(key.startswith("dspark_") for key in raw):
         return name, cfg
     if not trunk_alone:

@@ -8,7 +8,6 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.lab.planning.fit import IMBALANCE, MEMORY_FRACTION
 from mtp_jax.lab.planning.hardware import Gpu, Rate
 from mtp_jax.lab.planning.weights import Storage
-from mtp_jax.model.cache_bytes import slot_bytes, token_bytes
 from mtp_jax.model.config import ModelConfig
 
 ExchangeWay = Literal["gather", "all-to-all", "per-expert"]
@@ -89,12 +88,12 @@ class Deployment:
     def cache_bytes(self) -> int:
         """Bytes of a cached token."""
         page = self.page_size or self.cfg.usual_page
-        return math.ceil(sum(token_bytes(self.cfg, i, self.cache, page) for i in self.layers))
+        return math.ceil(sum(self.cfg.attention.token_bytes(i, self.cache, page) for i in self.layers))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot beside its cached tokens."""
-        return sum(slot_bytes(self.cfg, i, self.cache, self.depth + 1) for i in self.layers)
+        return sum(self.cfg.attention.slot_bytes(i, self.cache, self.depth + 1) for i in self.layers)
 
 
 def hosts_for(gpu: Gpu, gpus: int) -> int:
@@ -125,7 +124,7 @@ def _check(d: Deployment) -> None:
     for name in ("requests", "context"):
         need(getattr(d, name) >= 1, f"{name} = {getattr(d, name)}; expected 1 or more")
     need(0 < d.memory_fraction <= 1, f"memory_fraction = {d.memory_fraction:g}; expected above 0, at most 1")
-    page, unit = c.usual_page if d.page_size is None else d.page_size, c.page_unit
+    page, unit = c.usual_page if d.page_size is None else d.page_size, c.attention.page_unit
     need(
         page > 0 and page % unit == 0,
         f"page_size = {page}; expected a multiple of {unit}, such as {c.usual_page}",
@@ -151,7 +150,7 @@ def _check(d: Deployment) -> None:
     )
     split = {"num_attention_heads": c.num_attention_heads, "intermediate_size": c.intermediate_size}
     split |= {"moe_intermediate_size": c.moe_intermediate_size, "vocab_size": c.vocab_size}
-    split |= {"o_groups": c.compressed.groups} if c.compressed else {}
+    split |= c.attention.parts()
     for name, size in split.items():
         need(
             size % d.model == 0,

@@ -3,7 +3,6 @@
 from mtp_jax.lab.planning.deployment import Deployment
 from mtp_jax.lab.planning.fit import LEAN, PREFILL, USUAL
 from mtp_jax.lab.planning.weights import trunk
-from mtp_jax.lab.planning.work import attention
 from mtp_jax.model.config import ModelConfig
 
 
@@ -28,12 +27,5 @@ def prompt_tokens_per_second(d: Deployment, seen: float | None = None) -> tuple[
 
 def _attention_flops(c: ModelConfig, number: int, seen: float) -> float:
     """Operations of a token that attends to ``seen`` tokens, in one layer, with its indexer."""
-    if c.compressed:
-        of = attention(c, number, 1, int(seen))
-        return of.flops + of.scoring
-    value = c.gqa.head_dim if c.gqa else c.v_head_dim
-    scoring, index = 0.0, c.indexer
-    if index is not None and 2 * seen > index.topk:  # at the end of the prompt
-        scoring = 2 * index.heads * index.dim * seen if c.indexes(number) else 0.0
-        seen = min(seen, index.topk)
-    return 2 * c.num_attention_heads * (c.qk_head_dim + value) * seen + scoring
+    rows, scoring = c.attention.prompt_reads(number, seen)
+    return 2 * c.num_attention_heads * (c.attention.key_dim + c.attention.value_dim) * rows + scoring

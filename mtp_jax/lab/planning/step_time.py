@@ -34,7 +34,6 @@ from mtp_jax.lab.planning.weights import (
     trunk,
 )
 from mtp_jax.lab.planning.work import attention, expected_experts
-from mtp_jax.model.cache_bytes import key_bytes, row_bytes
 from mtp_jax.model.config import ModelConfig
 
 COMPUTING = ("attention", "projections", "mlp", "experts", "head")
@@ -151,7 +150,7 @@ def entries(d: Deployment, fit: Fit, rows: int) -> float:
 def _launches(d: Deployment, number: int, b: BlockWeights) -> int:
     c, found = d.cfg, OF_ATTENTION + (OF_MOE if b.experts else OF_DENSE)
     found += OF_INDEXER if attention(c, number, 1, d.context).keys else 0
-    if c.compressed and c.compressed.ratio(number):
+    if c.attention.has_entries(number):
         found += OF_COMPRESSOR * (2 if c.indexes(number) else 1)
     return found + (OF_HYPER if c.hyper else 0)
 
@@ -203,7 +202,7 @@ class _Times:
         """Attention over the cache of one group; heads are divided, cached rows and the indexer are not."""
         d = self.d
         a = attention(d.cfg, number, self.width, d.context)
-        row, key = row_bytes(d.cfg, d.cache), key_bytes(d.cfg, number, d.cache)
+        row, key = d.cfg.row.bytes(d.cache), d.cfg.attention.key_bytes(number, d.cache)
         nbytes, flops = a.rows * row + a.keys * key, a.flops / d.model + a.scoring
         return self.roofline(self.busiest * nbytes, self.busiest * flops, d.attention, self.fit.attention)
 

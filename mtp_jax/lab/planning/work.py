@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mtp_jax.model.config import CompressedConfig, ModelConfig
+from mtp_jax.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -25,38 +25,15 @@ class AttentionWork:
 def attention(cfg: ModelConfig, layer: int, width: int, cached: int) -> AttentionWork:
     """Attention of ``width`` tokens over ``cached`` rows; NextN layers count on from the trunk's.
 
-    With sparse attention and more rows than a token may choose, the indexer scores all index keys, and each
-    token reads its own rows if these are together fewer than all rows (`model/attention/source.py:
-    Paged.of`). Otherwise every row is read once, and every pair of a token and a row is computed.
+    See ``AttentionConfig.reads``.
     """
-    if cfg.compressed:
-        return _compressed(cfg, cfg.compressed, layer, width, cached)
-    index, rows, pairs = cfg.indexer, cached, width * cached
-    if index is None or cached <= index.topk:
-        return AttentionWork(rows, pairs * pair_flops(cfg))
-    if width * index.topk <= cached:
-        rows = pairs = width * index.topk
-    keys = cached if cfg.indexes(layer) else 0
-    return AttentionWork(rows, pairs * pair_flops(cfg), keys, 2 * width * keys * index.heads * index.dim)
-
-
-def _compressed(cfg: ModelConfig, c: CompressedConfig, layer: int, width: int, cached: int) -> AttentionWork:
-    """Attention over the window's rows and over entries; a token that chooses reads its own entries."""
-    near, ratio = min(cached, c.window), c.ratio(layer)
-    entries = cached // ratio if ratio else 0
-    pairs = width * (near + min(entries, c.topk if ratio == 4 else entries)) * pair_flops(cfg)
-    rows = min(cached, c.window + width - 1)
-    if ratio == 4 and entries > c.topk:
-        scoring = 2 * width * entries * c.index_heads * c.index_dim
-        return AttentionWork(rows + width * c.topk, pairs, entries, scoring)
-    return AttentionWork(rows + entries, pairs)
+    found = cfg.attention.reads(layer, width, cached)
+    return AttentionWork(found.rows, found.pairs * pair_flops(cfg), found.keys, found.scoring)
 
 
 def pair_flops(cfg: ModelConfig) -> int:
     """Operations of all heads for one token and one row: a score and a mixed value, of MLA absorbed."""
-    if own := cfg.gqa or cfg.compressed:
-        return 4 * cfg.num_attention_heads * own.head_dim
-    return 2 * cfg.num_attention_heads * (cfg.latent_dim + cfg.kv_lora_rank)
+    return 2 * cfg.num_attention_heads * cfg.attention.pair_values
 
 
 def expected_experts(cfg: ModelConfig, rows: float) -> float:

@@ -28,6 +28,7 @@ from mtp_jax.lab.train.run import TrainingRun, checked
 from mtp_jax.lab.train.step import TrainState, make_step
 from mtp_jax.lab.train.text import read_text
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.params import Params, init_params
 
 
@@ -56,7 +57,7 @@ def train(
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    cfg = dataclasses.replace(ModelConfig.from_file(recipe.model_config), dtype="float32")
+    cfg = dataclasses.replace(config_of_file(recipe.model_config), dtype="float32")
     text = read_text(recipe, packages_dir, files)
     if not cfg.num_nextn_predict_layers:
         raise ConfigError(f"{recipe.model_config} has no NextN layer to train; num_nextn_predict_layers = 0")

@@ -17,7 +17,7 @@ from mtp_jax.model.attention.compressed import Compressed
 from mtp_jax.model.attention.gqa import Gqa
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.source import Chosen, Source
-from mtp_jax.model.backend import Backend, xla
+from mtp_jax.model.backend import Backend, kinds, xla
 from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.layers import masked_softmax
 from mtp_jax.model.mla import Queries, Ups
@@ -32,7 +32,7 @@ def differentiable(factors: Factors = "float32", mesh: Mesh | None = None) -> Ba
     if factors == "float32":
         return xla(mesh, experts="dense")
     on = Bf16Products(mesh)
-    return Backend(on, Bf16Latent(on), Gqa(on), Compressed(on), Experts(on, "dense"))
+    return Backend(on, kinds(Bf16Latent(on), Gqa(on), Compressed(on)), Experts(on, "dense"))
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,24 @@ FarOf = Callable[[Callable[[Array], Array]], Far]
 class Compressed(Kind):
     """Window and compressed attention in plain XLA."""
 
+    def cache(self, rows: LayerCache, cfg: ModelConfig, layer: int, slots: int, widest: int) -> WindowCache:
+        """See ``Kind.cache``. Raises ConfigError for pages that a window spans more than two of."""
+        c, count, size = _of(cfg), len(jax.tree.leaves(rows.rows)[0]), rows.page_size
+        if size < c.window:
+            raise ConfigError(f"page_size = {size}; expected sliding_window = {c.window} or more")
+        dtype = None if rows.fp8 else jax.tree.leaves(rows.rows)[0].dtype
+        near, ratio = zeroed(count, c.window, cfg.row, None, dtype).rows, c.ratio(layer)
+        recent = ring(near, slots, c.window - 1, widest)
+        if not ratio:
+            return WindowCache(WindowPages(near, None, None), WindowSlots(recent, None), size)
+        over, index = c.overlap(ratio), c.index_width(layer) or None
+        channels = 2 * (c.head_dim + (index or 0))
+        first = jnp.zeros((count, over, channels), jnp.float32) if over else None
+        inputs = jnp.zeros((slots, 0, channels * (2 if over else 1)), jnp.float32)
+        inputs = ring(inputs, slots, compressor.reach(ratio), widest)
+        entries = zeroed(count, size // ratio, cfg.row, index, dtype)
+        return WindowCache(WindowPages(near, first, entries), WindowSlots(recent, inputs), size)
+
     def queries(
         self, a: CompressedAttention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W two 2 r"]
     ) -> Queries:
@@ -295,28 +313,6 @@ def _compressors(a: CompressedAttention) -> tuple[Compressor, ...]:
 def _shared(rows: Float[Array, "B L h"], visible: Bool[Array, "B W L"], cut: Callable[[Array], Array]) -> Far:
     """Entries that are read for all tokens of a slot, and the mask of a block of tokens."""
     return rows, cut(visible)
-
-
-def empty_window(pages: LayerCache, cfg: ModelConfig, layer: int, slots: int, widest: int) -> WindowCache:
-    """A layer's zeroed cache, from its ``empty_cache`` of all rows. widest: most tokens of a slot in a step.
-
-    Raises ConfigError for pages that a window spans more than two of.
-    """
-    c, count, size = _of(cfg), len(jax.tree.leaves(pages.rows)[0]), pages.page_size
-    if size < c.window:
-        raise ConfigError(f"page_size = {size}; expected sliding_window = {c.window} or more")
-    dtype = None if pages.fp8 else jax.tree.leaves(pages.rows)[0].dtype
-    rows, ratio = zeroed(count, c.window, cfg.row, None, dtype).rows, c.ratio(layer)
-    recent = ring(rows, slots, c.window - 1, widest)
-    if not ratio:
-        return WindowCache(WindowPages(rows, None, None), WindowSlots(recent, None), size)
-    over, index = c.overlap(ratio), c.index_dim if cfg.indexes(layer) else None
-    channels = 2 * (c.head_dim + (index or 0))
-    first = jnp.zeros((count, over, channels), jnp.float32) if over else None
-    inputs = jnp.zeros((slots, 0, channels * (2 if over else 1)), jnp.float32)
-    inputs = ring(inputs, slots, compressor.reach(ratio), widest)
-    entries = zeroed(count, size // ratio, cfg.row, index, dtype)
-    return WindowCache(WindowPages(rows, first, entries), WindowSlots(recent, inputs), size)
 
 
 def _mixed(

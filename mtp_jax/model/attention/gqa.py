@@ -115,4 +115,4 @@ def _turned(
     angles: Float[Array, "B W 2 r"],
 ) -> Float[Array, "B W N h"]:
     normed = x if norm is None else rms_norm(x, norm, cfg.rms_norm_eps)
-    return rotate_first(normed, angles, interleaved=False)
+    return rotate_first(normed, angles, cfg.rope_interleave)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.attention.pages import Write
 from mtp_jax.model.attention.source import Paged, Source, Whole
-from mtp_jax.model.cache import Cache, Entries, PagedView, Views, WholeCache
+from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views, WholeCache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import Form
@@ -55,6 +55,13 @@ class Kind(ABC):
 
     on: Products
     form: Form = "naive"
+
+    def cache(self, rows: LayerCache, cfg: ModelConfig, layer: int, slots: int, widest: int) -> Cache:
+        """A layer's zeroed cache, from its ``empty_cache`` of all rows.
+
+        widest: most tokens of a slot in a step. Raises ConfigError.
+        """
+        return rows
 
     def readers(self, a: Any) -> Readers:
         """The weights that read a layer's normed rows, if their products may take them quantised."""

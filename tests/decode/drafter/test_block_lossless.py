@@ -20,6 +20,7 @@ LAYERS = ModelConfig(
     first_k_dense_replace=1,
     rope_interleave=False,
     gqa=GqaConfig(kv_heads=1, head_dim=8, rotary=1.0, qk_norm=True),
+    family="glm4_moe",
     eos_token_ids=(),
 )
 DFLASH = BlockConfig(layers=LAYERS, taps=(1, 2), block=5, mask=0)

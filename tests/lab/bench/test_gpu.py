@@ -22,13 +22,14 @@ from mtp_jax.lab.bench.trace import Op, Trace
 from mtp_jax.lab.planning.hardware import gpu_of
 from mtp_jax.lab.planning.published import KNOWN
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json
 from mtp_jax.model.narrow import Fp4, Fp8, Int4, expand, is_narrow, nbytes
 
 
 @pytest.fixture
 def dense(tmp_path) -> Path:
     """A directory with the config.json of a model without NextN layers, and nothing else."""
-    raw = replace(preset("dense").config.with_nextn(()), num_hidden_layers=2).to_dict()
+    raw = config_json(replace(preset("dense").config.with_nextn(()), num_hidden_layers=2))
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense/config.json").write_text(json.dumps(raw))
     return tmp_path / "dense"

@@ -29,6 +29,7 @@ from mtp_jax.lab.bench.synthetic import (
     with_noise,
 )
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_json, config_of
 from mtp_jax.model.params import param_specs
 from mtp_jax.spread import Spread
 from tests.v4 import DSPARK, v4_config
@@ -56,14 +57,14 @@ CFG = ModelConfig(
     dtype="float32",
 )
 NOISE = 1.6
-V4 = ModelConfig.from_dict(v4_config(vocab_size=320, num_hidden_layers=3, compress_ratios=[4, 128, 0, 0]))
+V4 = config_of(v4_config(vocab_size=320, num_hidden_layers=3, compress_ratios=[4, 128, 0, 0]))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """CFG as a directory, and the arguments that made it."""
     out = tmp_path_factory.mktemp("synthetic")
-    (out / "in.json").write_text(json.dumps(CFG.to_dict()))
+    (out / "in.json").write_text(json.dumps(config_json(CFG)))
     given = ["--config", str(out / "in.json"), "--noise", str(NOISE), "--seed", "3"]
     assert main([*given, "--out", str(out / "model")]) == 0
     return out / "model", given
@@ -133,8 +134,8 @@ def test_the_preset_of_v4_has_layers_of_every_kind_and_is_written_and_read(tmp_p
     assert found.compressed is not None
     assert {*found.compressed.ratios} == {0, 4, 128}
     assert 0 < found.num_hash_layers < found.num_hidden_layers
-    assert ModelConfig.from_dict(found.to_dict()) == found
-    (tmp_path / "in.json").write_text(json.dumps(V4.to_dict()))
+    assert config_of(config_json(found)) == found
+    (tmp_path / "in.json").write_text(json.dumps(config_json(V4)))
     given = ["--config", str(tmp_path / "in.json"), "--noise", str(NOISE), "--out", str(tmp_path / "model")]
     assert main(given) == 0
     loaded, rigged = load(tmp_path / "model"), rigged_params(V4, NOISE)
@@ -170,10 +171,10 @@ def test_what_cannot_be_rigged_is_refused(capsys, tmp_path):
         rigged_params(CFG.with_nextn(()), 1.0)
     with pytest.raises(ConfigError, match="at most 4"):
         tune(CFG, 4.5, depth=3)
-    (tmp_path / "config.json").write_text(json.dumps(CFG.to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(config_json(CFG)))
     assert main(["--config", str(tmp_path / "config.json"), "--out", str(tmp_path)]) == 1
     assert "--noise or --tune" in capsys.readouterr().err
-    (tmp_path / "stages.json").write_text(json.dumps(CFG.to_dict() | {"dspark_block_size": 4}))
+    (tmp_path / "stages.json").write_text(json.dumps(config_json(CFG) | {"dspark_block_size": 4}))
     given = ["--config", str(tmp_path / "stages.json"), "--noise", "1", "--out", str(tmp_path)]
     assert main(given) == 1
     assert "declares DSpark stages, which --config does not make" in capsys.readouterr().err

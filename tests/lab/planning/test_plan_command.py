@@ -13,7 +13,7 @@ import pytest
 
 from mtp_jax.commands import cli
 from mtp_jax.lab.planning.published import KNOWN
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from tests import golden
 from tests.lab.planning.releases import FEWER_LAYERS, RELEASES, write
 from tests.v4 import DSPARK
@@ -371,7 +371,7 @@ def test_it_starts_without_jax(models):
 
 def test_the_published_model_is_the_release():
     for name in ("DeepSeek-V3", "DeepSeek-V4-Flash", "DeepSeek-V4-Pro"):
-        assert ModelConfig.from_dict(RELEASES[name]) == KNOWN[name.lower()]
+        assert config_of(RELEASES[name]) == KNOWN[name.lower()]
 
 
 def test_a_known_model_needs_no_file(plan):

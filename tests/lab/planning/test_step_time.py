@@ -12,12 +12,12 @@ from mtp_jax.lab.planning.published import DEEPSEEK_V3
 from mtp_jax.lab.planning.step_time import band, fastest, step
 from mtp_jax.lab.planning.weights import Storage
 from mtp_jax.lab.planning.work import attention, expected_experts, expected_gpus
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from tests.lab.planning.releases import RELEASES
 
 
 def deployment(name: str = "DeepSeek-V3", **changes) -> Deployment:
-    cfg = ModelConfig.from_dict(RELEASES[name])
+    cfg = config_of(RELEASES[name])
     return replace(Deployment(cfg, Storage.of(cfg), GPUS["h200"], data=8, exchange="gather"), **changes)
 
 

@@ -8,7 +8,7 @@ from mtp_jax.lab.planning.hardware import GPUS
 from mtp_jax.lab.planning.memory import memory
 from mtp_jax.lab.planning.published import DEEPSEEK_V3, KNOWN
 from mtp_jax.lab.planning.weights import BlockWeights, Storage
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of, config_of_file
 from mtp_jax.model.layer_specs import Moe
 from mtp_jax.model.spec import count
 from mtp_jax.model.specs import param_specs, parameter_counts
@@ -19,7 +19,7 @@ from tests.v4 import v4_config
 
 @pytest.mark.parametrize("variant", [*golden.VARIANTS, None])
 def test_blocks_have_every_parameter_of_their_layer(variant):
-    v4 = ModelConfig.from_dict(v4_config())
+    v4 = config_of(v4_config())
     specs = param_specs(summarise(golden.model_dir(variant)).config if variant else v4)
     for layer in (*specs.layers, *(p.layer for p in specs.nextn)):
         block = BlockWeights.of(layer)
@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_checkpoint_in_memory(tmp_path, name, gpus):
     """On one GPU, and on each of those that divide heads, width, vocabulary and experts."""
     model = write(tmp_path, name, **FEWER_LAYERS.get(name, {}))
     summary = summarise(model, devices=gpus)
-    cfg = ModelConfig.from_file(model / "config.json")
+    cfg = config_of_file(model / "config.json")
     drafts = int(cfg.num_nextn_predict_layers > 0)
     d = Deployment(cfg, Storage.of(cfg), GPUS["h200"], data=1, model=gpus, depth=drafts)
     found = memory(d)
@@ -62,7 +62,7 @@ def test_deepseek_v3_is_as_large_as_published():
 
 @pytest.mark.parametrize("name", [name for name in RELEASES if "V4" not in name])
 def test_cached_tokens_take_the_bytes_of_their_rows(name):
-    cfg = ModelConfig.from_dict(RELEASES[name])
+    cfg = config_of(RELEASES[name])
     indexed = [i for i in range(cfg.num_hidden_layers) if cfg.indexes(i)]
     d = Deployment(cfg, Storage.of(cfg), GPUS["h200"], data=1, cache="fp8")
     keys = len(indexed) * (128 + 4)

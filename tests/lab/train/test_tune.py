@@ -25,6 +25,7 @@ from mtp_jax.lab.train.prompts import read_prompts
 from mtp_jax.lab.train.report import RunReporter
 from mtp_jax.lab.train.start import begin
 from mtp_jax.lab.train.tune_options import Fresh, TuneOptions
+from mtp_jax.model.family import config_json
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.golden import HEADS, model_dir, raw_config
@@ -169,7 +170,7 @@ def test_a_model_without_drafts_answers_first(tmp_path: Path, monkeypatch: pytes
     cfg, seen = replace(TINY, num_nextn_predict_layers=0, nextn_moe=()), list[dict[str, Any]]()
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(cfg.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config_json(cfg)))
     prompts = write_lines(tmp_path / "p.jsonl", LINES)
 
     def tuned(given: Any, opened: Any, report: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import config_of
 from mtp_jax.model.params import Params, Spec, param_specs
 
 TINY = {
@@ -33,7 +34,7 @@ TINY = {
     "rms_norm_eps": 1e-3,  # unlike that of the norms on low ranks
     "torch_dtype": "float32",
 }
-CONFIG = ModelConfig.from_dict(TINY)
+CONFIG = config_of(TINY)
 
 
 @functools.cache
