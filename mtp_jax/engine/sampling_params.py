@@ -198,6 +198,10 @@ class SamplingParams:
         check(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
+        self._check_end()
+        self._check_tokens()
+
+    def _check_end(self) -> None:
         if not isinstance(self.stop, str) and isinstance(self.stop, Iterable):
             object.__setattr__(self, "stop", tuple(self.stop))  # an iterator can be read only once
         many = isinstance(self.stop, Iterable)
@@ -210,6 +214,8 @@ class SamplingParams:
                 raise RequestError(
                     "a structured output ends where its grammar does; leave out ignore_eos and min_tokens"
                 )
+
+    def _check_tokens(self) -> None:
         self._freeze("stop_token_ids", Integral, "integers")
         if self.allowed_token_ids is not None:
             self._freeze("allowed_token_ids", Integral, "integers")
@@ -223,7 +229,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change the original
         for token, bias in self.logit_bias.items():
             numbers = isinstance(token, int) and isinstance(bias, Real)
-            if not numbers or isinstance(token, bool) or isinstance(bias, bool) or not abs(bias) <= 100:
+            if not numbers or bool in (type(token), type(bias)) or not abs(bias) <= 100:
                 raise RequestError(
                     f"logit_bias {token!r}: {bias!r}; expected token id: number from -100 to 100"
                 )

@@ -90,10 +90,7 @@ class Simulated(NoPrograms):
             case launches.Admit(slot, row, page):
                 self._admit(slot, row, page)
             case launches.Move(source, target):
-                if target in self._slots and self._slots[target].active:
-                    raise Violation(f"slot {target} is in use; {source} cannot move there")
-                self._slots[target] = self._slots[source]
-                self._slots[source] = replace(self._slots[source], active=False, deferred=[])
+                self._move(source, target)
             case launches.Update(keep, page_table):
                 for i, slot in self._slots.items():
                     slot.active &= bool(keep[i])
@@ -107,10 +104,7 @@ class Simulated(NoPrograms):
             case launches.Draft(key, slot):
                 return self._draft(key.depth, slot)
             case launches.ReleaseCache():
-                if any(slot.active for slot in self._slots.values()):
-                    raise Violation("the cache was released while slots were in use")
-                for array in self._memory.arrays:
-                    array[:] = 0
+                self._release()
             case launches.AllocateCache():
                 self._memory = self._memory.anew()
             case _:
@@ -136,6 +130,18 @@ class Simulated(NoPrograms):
         # Work deferred for the slot's last request is lost, or goes wrong, unless it was flushed.
         slot.deferred = self._slots[number].deferred if number in self._slots else []
         self._slots[number] = slot
+
+    def _move(self, source: int, target: int) -> None:
+        if target in self._slots and self._slots[target].active:
+            raise Violation(f"slot {target} is in use; {source} cannot move there")
+        self._slots[target] = self._slots[source]
+        self._slots[source] = replace(self._slots[source], active=False, deferred=[])
+
+    def _release(self) -> None:
+        if any(slot.active for slot in self._slots.values()):
+            raise Violation("the cache was released while slots were in use")
+        for array in self._memory.arrays:
+            array[:] = 0
 
     def _launch_flush(self) -> Callable[[], object]:
         self._memory.flush()
@@ -258,38 +264,15 @@ class Simulated(NoPrograms):
         self, number: int, key: StepKey, drafts: Sequence[int], allowed: np.ndarray | None, alone: bool
     ) -> ResultRow:
         """Verify a slot's drafts, emit, commit."""
-        slot, say = self._slots[number], self.language
+        slot = self._slots[number]
         self._memory.fit(number, slot.length + len(drafts) + 1, key.pages)
-        total, healthy = self._memory.read(number, slot.length)
-        window, hidden, counts = [slot.newest, *drafts], list[int](), slot.counts
-        rows = [say.row(token, slot.length + i) for i, token in enumerate(window)]
+        before = self._memory.read(number, slot.length)
+        window = [slot.newest, *drafts]
+        rows = [self.language.row(token, slot.length + i) for i, token in enumerate(window)]
         self._memory.write(number, slot.length, rows)
-        targets, broken = list[int](), None
-        for i, row in enumerate(rows):
-            total = (total + row) & MASK
-            healthy &= row != NAN
-            hidden.append(mix(total))
-            targets.append(self._choose(slot, hidden[-1], None if allowed is None else allowed[i], i, counts))
-            if broken is None and (not healthy or targets[-1] < 0):
-                broken = i
-            if i == len(drafts) or drafts[i] != targets[-1]:
-                break
-            if not slot.plain:
-                counts = counts.copy()
-                counts[drafts[i]] += 1
-        accepted, tokens = len(targets) - 1, targets
-        stop = next((i for i, t in enumerate(tokens) if t >= 0 and slot.sampling.stop_mask[0, t]), None)
-        none = key.depth + 2
-        first_stop, first_broken = none if stop is None else stop, none if broken is None else broken
-        count = min(min(accepted, first_stop) + 1, slot.remaining, first_broken)
-        finish = Finish.RUNNING
-        if first_stop < count:
-            finish = Finish.STOP
-        elif count == slot.remaining:
-            finish = Finish.LENGTH
-        elif first_broken <= count:
-            finish = Finish.NAN
-        row = ResultRow(tokens[:count], accepted, len(drafts), finish, hidden[:count])
+        tokens, hidden, sound = self._targets(slot, before, rows, drafts, allowed)
+        count, finish = _ended(slot, tokens, sound)
+        row = ResultRow(tokens[:count], len(tokens) - 1, len(drafts), finish, hidden[:count])
         self._memory.check(number, slot.length + count, key.pages)
         slot.length += count
         if count and self.deferral:
@@ -300,6 +283,35 @@ class Simulated(NoPrograms):
         slot.active = finish is Finish.RUNNING
         self._count_tokens(slot, row.tokens)
         return row
+
+    def _targets(
+        self,
+        slot: Slot,
+        before: tuple[int, bool],
+        rows: Sequence[int],
+        drafts: Sequence[int],
+        allowed: np.ndarray | None,
+    ) -> tuple[list[int], list[int], int]:
+        """The tokens that a window may emit, up to the first that is no draft, and their hidden states.
+
+        before: the sum of the rows before the window, and whether all are finite. Returns also the number of
+        the first of these tokens that have a distribution.
+        """
+        (total, healthy), targets, hidden, counts = before, list[int](), list[int](), slot.counts
+        sound = 0
+        for i, row in enumerate(rows):
+            total = (total + row) & MASK
+            healthy &= row != NAN
+            hidden.append(mix(total))
+            targets.append(self._choose(slot, hidden[-1], None if allowed is None else allowed[i], i, counts))
+            if sound == i and healthy and targets[-1] >= 0:
+                sound += 1
+            if i == len(drafts) or drafts[i] != targets[-1]:
+                break
+            if not slot.plain:
+                counts = counts.copy()
+                counts[drafts[i]] += 1
+        return targets, hidden, sound
 
     def _count_tokens(self, slot: Slot, tokens: Sequence[int]) -> None:
         if not slot.plain:
@@ -394,3 +406,19 @@ class Simulated(NoPrograms):
                 chosen[i, j], rank[i, j] = say.logprob(place), place + 1
                 ids[i, j] = say.likeliest(hidden, count)
         return TopLogprobs(chosen, rank, ids, values)
+
+
+def _ended(slot: Slot, tokens: Sequence[int], sound: int) -> tuple[int, Finish]:
+    """The number of these tokens that a slot emits, and how its output ends.
+
+    sound: number of the first tokens that have a distribution.
+    """
+    never = len(tokens) + 1
+    stop = next((i for i, t in enumerate(tokens) if t >= 0 and slot.sampling.stop_mask[0, t]), never)
+    broken = sound if sound < len(tokens) else never
+    count = min(len(tokens), stop + 1, slot.remaining, broken)
+    if stop < count:
+        return count, Finish.STOP
+    if count == slot.remaining:
+        return count, Finish.LENGTH
+    return count, Finish.NAN if broken <= count else Finish.RUNNING
