@@ -17,6 +17,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -32,15 +33,15 @@ from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
 from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.gqa import Gqa, HopperGqa
 from mtp_jax.model.attention.hopper import HopperLatent
-from mtp_jax.model.attention.kind import Asked, Attended, Kind
+from mtp_jax.model.attention.kind import Asked, Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
+from mtp_jax.model.attention.place import PagedPlace, WholePlace
 from mtp_jax.model.attention_config import AttentionConfig, CompressedConfig, GqaConfig, MlaConfig
 from mtp_jax.model.cache import (
     Cache,
     Entries,
     LayerCache,
-    PagedView,
     Tree,
     Views,
     WindowCache,
@@ -146,27 +147,22 @@ class Backend:
         kind = self.kind(cfg)
         asked, w = Asked(replace(q, index=None), None if choice else q.index, entries), kind.by_head(a, cfg)
         if not isinstance(cache, LayerCache | WindowCache):
-            assert entries is not None, "entries have nowhere to be but here"
             given = replace(asked, chosen=choice[0] if choice else None)
-            context, chosen, cache = kind.over_rows(cfg, given, w, cache)
+            context, chosen, cache = kind.over(cfg, given, w, WholePlace(cache, kind.form))
             return context, cache, (chosen,)
-
-        def local(asked: Asked, w: Any, cache: Any, view: PagedView) -> Attended:
-            if view.block:
-                return kind.over_block(cfg, asked, w, cache, view), None, cache
-            return kind.over_pages(cfg, asked, w, cache, view, self.write_rows)
-
-        heads, per_slot = partition("slots", None, "heads", None), partition("slots")
-        paged = partition("pages")
-        specs = Asked(heads, per_slot, per_slot, per_slot), kind.spread(w), paged, per_slot
-        run = sharded(local, self.mesh, specs, (heads, per_slot, paged))
+        per_slot: Any = partition("slots")
+        heads, paged = partition("slots", None, "heads", None), partition("pages")
+        specs = Asked(heads, per_slot, per_slot, per_slot), kind.spread(w)
+        place = PagedPlace(paged, per_slot, cfg.row, self.write_rows)
+        run = sharded(partial(kind.over, cfg), self.mesh, (*specs, place), (heads, per_slot, paged))
         shapes, contexts, choices = [v.shape for v in views], [], []
         # No part writes rows that another part sees.
         for view, given, chosen in zip(
             views, split_tree(asked, shapes, self.mesh), choice or (None,) * len(views), strict=True
         ):
             own = replace(view.unpacked(given), chosen=chosen)
-            context, chosen, cache = run(own, w, cache, replace(view, packing=None))
+            place = replace(place, cache=cache, view=replace(view, packing=None))
+            context, chosen, cache = run(own, w, place)
             contexts.append(view.packed(context))
             choices.append(chosen)
         return join(contexts, self.mesh), cache, tuple(choices)

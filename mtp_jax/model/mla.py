@@ -1,15 +1,14 @@
-"""Multi-head Latent Attention: queries and rows from results of projections, attention in its two forms."""
+"""Multi-head Latent Attention: queries and rows from results of projections."""
 
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
-from mtp_jax.model.layers import masked_softmax, rms_norm, rotate
+from mtp_jax.model.layers import rms_norm, rotate
 from mtp_jax.model.params import Attention
 
 Form = Literal["naive", "absorbed"]
@@ -56,31 +55,3 @@ def rows_of(
     latent, key_rope = jnp.split(kv, [cfg.kv_lora_rank], axis=-1)
     latent = rms_norm(latent, a.kv_norm, LOW_RANK_EPS)
     return jnp.concatenate([latent, rotate(key_rope, angles, cfg.rope_interleave)], axis=-1)
-
-
-def attend(
-    q: Queries,
-    w: Ups,
-    rows: Float[Array, "B L c"],
-    mask: Bool[Array, "B W L"],
-    scale: float,
-    form: Form,
-) -> Float[Array, "B W N v"]:
-    """MLA over cached rows ``[latent | rope key]`` (arXiv 2405.04434, eqs. 9-19); softmax in float32.
-
-    ``naive`` expands the latent to keys and values of every head; ``absorbed`` moves the expansion to the
-    query and the output, so that all heads read the latent itself. Equal up to rounding. A token that sees
-    nothing gets zeros.
-    """
-    latent, key_rope = jnp.split(rows, [w.k.shape[-1]], axis=-1)
-    wide = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = wide("bwnr,blr->bnwl", q.rope, key_rope)
-    if form == "absorbed":
-        inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k)
-        weights = masked_softmax(scores + wide("bwnc,blc->bnwl", inward, latent), mask, scale)
-        mixed = jnp.einsum("bnwl,blc->bwnc", weights.astype(rows.dtype), latent)
-        return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
-    keys = jnp.einsum("blc,nhc->blnh", latent, w.k)
-    values = jnp.einsum("blc,nvc->blnv", latent, w.v)
-    weights = masked_softmax(scores + wide("bwnh,blnh->bnwl", q.nope, keys), mask, scale)
-    return jnp.einsum("bnwl,blnv->bwnv", weights.astype(rows.dtype), values)

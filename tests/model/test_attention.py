@@ -18,7 +18,7 @@ from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, Views, empty_cache, read_rows
 from mtp_jax.model.config import MlaConfig, ModelConfig
 from mtp_jax.model.layers import rope_angles
-from mtp_jax.model.mla import Form, Queries, Ups, attend
+from mtp_jax.model.mla import Form, Queries, Ups
 from mtp_jax.model.params import Attention, Layer
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
@@ -203,7 +203,8 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form, rng):
 
     @jax.jit
     def plainly(seen, view):
-        return attend(q, ups(), seen, view.visible.mask(3, columns * SIZE), 0.3, form)
+        whole = Whole(seen, view.visible.mask(3, columns * SIZE), form=form)
+        return xla().kinds[MlaConfig].attend(q, ups(), whole, 0.3)
 
     found = {}
     for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):

@@ -18,36 +18,53 @@ Logits = Callable[[Int[Array, ""] | int, Int[Array, " B"]], Float[Array, "B V"]]
 """The logits of draft k, the first being draft 0, after the token before it."""
 
 
-class _Made(struct.PyTreeNode):
-    """Drafts so far: the newest token and the drafts, their distributions, logits and margins."""
+class Made(struct.PyTreeNode):
+    """The newest token of every slot and its drafts so far; 0 where none has been drawn.
+
+    Attributes:
+        probs, logits, margins: see ``Drafts``; None unless the rules ask for them.
+    """
 
     tokens: Int[Array, "B W"]
     probs: Float[Array, "B K V"] | None
     logits: Float[Array, "B K V"] | None
     margins: Float[Array, "B K"] | None
 
+    @classmethod
+    def nothing(cls, s: Slots, rules: DraftRules, vocab: int) -> "Made":
+        """No drafts yet. vocab: tokens of the trunk."""
+        tokens = jnp.pad(s.newest[:, None], ((0, 0), (0, rules.depth)))
+        scores = jnp.zeros((len(tokens), rules.depth, vocab), jnp.float32)
+        probs, logits = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
+        margins = jnp.zeros((len(tokens), rules.depth), jnp.float32) if rules.margins else None
+        return cls(tokens, probs, logits, margins)
 
-def chains(s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits) -> Drafts:
-    """A chain of every slot. vocab: tokens of the trunk."""
-    depth = rules.depth
-    tokens = jnp.pad(s.newest[:, None], ((0, 0), (0, depth)))
-    scores = jnp.zeros((len(tokens), depth, vocab), jnp.float32)
-    probs, kept = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
-
-    def draft(k: Int[Array, ""] | int, made: _Made) -> _Made:
-        before = jax.lax.dynamic_index_in_dim(made.tokens, k, axis=1, keepdims=False)
-        chosen_by = logits(k, before)
-        token, q = rules.draw(chosen_by, s, made.tokens, k)
+    def drawn(
+        self, k: Int[Array, ""] | int, logits: Float[Array, "B V"], s: Slots, rules: DraftRules
+    ) -> "Made":
+        """Draw draft k, the first being draft 0, from its logits."""
+        token, q = rules.draw(logits, s, self.tokens, k)
 
         def put(a: Any, new: Any, at: Any) -> Any:
             return a if a is None else jax.lax.dynamic_update_slice_in_dim(a, new[:, None], at, axis=1)
 
-        tokens, probs = put(made.tokens, token, k + 1), put(made.probs, q, k)
-        margins = put(made.margins, rules.margin(chosen_by), k)
-        return _Made(tokens, probs, put(made.logits, chosen_by, k), margins)
+        tokens, probs = put(self.tokens, token, k + 1), put(self.probs, q, k)
+        margins = put(self.margins, rules.margin(logits), k)
+        return Made(tokens, probs, put(self.logits, logits, k), margins)
 
-    margins = jnp.zeros((len(tokens), depth), jnp.float32) if rules.margins else None
-    made = on.repeated(0, depth, rules.wanted, draft, _Made(tokens, probs, kept, margins))
-    count = jnp.full_like(s.length, rules.wanted)
-    source = jnp.full_like(count, Source.NEXTN)
-    return Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)
+    def drafts(self, s: Slots, rules: DraftRules) -> Drafts:
+        """A chain of every slot."""
+        count = jnp.full_like(s.length, rules.wanted)
+        source = jnp.full_like(count, Source.NEXTN)
+        return Drafts(self.tokens[:, 1:], count, source, self.logits, self.probs, margins=self.margins)
+
+
+def chains(s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits) -> Drafts:
+    """A chain of every slot. vocab: tokens of the trunk."""
+
+    def draft(k: Int[Array, ""] | int, made: Made) -> Made:
+        before = jax.lax.dynamic_index_in_dim(made.tokens, k, axis=1, keepdims=False)
+        return made.drawn(k, logits(k, before), s, rules)
+
+    made = on.repeated(0, rules.depth, rules.wanted, draft, Made.nothing(s, rules, vocab))
+    return made.drafts(s, rules)

@@ -104,7 +104,8 @@ class GrownTrees:
         """The children of the newest token."""
         k, newest = self.shape.topk, self.s.newest[:, None]
         none = jnp.zeros_like(newest)
-        z, cache, choice = self._run(0, newest, pending, none, none, cache, ())
+        first = self._rows(0, newest, pending, none, none, ())
+        z, cache, choice = self._run(first, cache)
         rows = jnp.pad(newest, ((0, 0), (0, self.shape.steps * k)))
         tokens, scores = (a[:, 0] for a in self._children(0, z, rows, none))
 
@@ -126,7 +127,8 @@ class GrownTrees:
         lineage = grown.lineage | (1 << (own - 1))
         tokens = jax.lax.dynamic_slice_in_dim(grown.rows, first, k, axis=1)
         written = jnp.broadcast_to(own, tokens.shape)
-        z, cache, _ = self._run(i, tokens, grown.z, written, lineage, grown.cache, grown.choice)
+        beams = self._rows(i, tokens, grown.z, written, lineage, grown.choice)
+        z, cache, _ = self._run(beams, grown.cache)
         after, probs = self._children(i, z, grown.rows, lineage)
         scores = (grown.scores[..., None] * probs).reshape(len(tokens), -1)
         after, parents = after.reshape(scores.shape), jnp.repeat(grown.numbers, k, axis=1)
@@ -148,25 +150,26 @@ class GrownTrees:
         indexer = self.module.cfg.indexer
         return indexer is not None and indexer.share_drafts
 
-    def _run(
+    def _rows(
         self,
         i: Int[Array, ""] | int,
         tokens: Int[Array, "B n"],
         z: Float[Array, "B n D"],
         row: Int[Array, "B n"],
         lineage: Int[Array, "B n"],
-        cache: LayerCache,
         choice: Choice,
-    ) -> tuple[Float[Array, "B n D"], LayerCache, Choice]:
-        """The layer over tokens that follow ``i`` drafts, in these rows behind the committed length."""
+    ) -> Pass:
+        """A pass over tokens that follow ``i`` drafts, in these rows behind the committed length."""
         s, length = self.s, self.s.length[:, None]
         drafting = s.active & (i < s.depth)
         seen = jnp.zeros_like(lineage) if self._share else lineage
         count = tokens.shape[1] * drafting.astype(jnp.int32)
         visible = Window(jnp.ones_like(s.length), s.length + 1, count, seen)
         view = PagedView(s.page_table, jnp.where(drafting[:, None], length + row, -1), visible)
-        positions = jnp.broadcast_to(length + i, tokens.shape)
-        given = Pass(tokens, z, positions, (view,), choice)
+        return Pass(tokens, z, jnp.broadcast_to(length + i, tokens.shape), (view,), choice)
+
+    def _run(self, given: Pass, cache: LayerCache) -> tuple[Float[Array, "B n D"], LayerCache, Choice]:
+        """The layer over these rows."""
         z, cache, _, choice = draft_module.run(self.module, self.params, self.on, 0, given, cache)
         return z, cache, choice
 

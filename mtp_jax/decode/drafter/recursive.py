@@ -17,17 +17,17 @@ them in one pass: step by step they were most of the cost of a NextN layer where
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from mtp_jax.decode.drafter.drawn import Made
 from mtp_jax.decode.drafter.grow import GrownTrees
 from mtp_jax.decode.drafter.protocol import Committed, Drafts, width_of
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source, TreeShape
+from mtp_jax.decode.keys import TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
@@ -112,16 +112,13 @@ class Recursive:
             return drafts, own.replace(pages=own.pages.replace(cache=(cache,)))
         layers = len(own.pages.cache)
         passes, depth = _Passes(self.module, on, params, s, rules, own.slots.pending), rules.depth
-        made = passes.start(own.pages.cache)
+        ahead = passes.start(own.pages.cache)
         # Several layers, and a choice that the first pass makes for all, differ from pass to pass.
         unlike = depth if layers > 1 else min(int(passes.share), depth)
         for k in range(unlike):
-            made = passes.draft(k, made)
-        made = on.repeated(unlike, depth, rules.wanted, passes.draft, made)
-        count = jnp.full_like(s.length, rules.wanted)
-        source = jnp.full_like(count, Source.NEXTN)
-        drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)
-        return drafts, own.replace(pages=own.pages.replace(cache=made.cache))
+            ahead = passes.draft(k, ahead)
+        ahead = on.repeated(unlike, depth, rules.wanted, passes.draft, ahead)
+        return ahead.made.drafts(s, rules), own.replace(pages=own.pages.replace(cache=ahead.cache))
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Write the entries of these tokens, or keep the state from which ``flush`` writes them."""
@@ -176,23 +173,18 @@ class Recursive:
         return DrafterState(slots.replace(pending=pending), RecursivePages(tuple(cache), boundary))
 
 
-class _Made(struct.PyTreeNode):
+class _Ahead(struct.PyTreeNode):
     """Results of drafting passes.
 
     Attributes:
-        tokens: the newest token and the drafts; 0 where no pass has drafted.
         z: outputs of the last layer that ran, of the rows that the next one merges.
         cache: every layer's entries.
-        probs, logits, margins: see ``Drafts``; None unless the rules ask for them.
         choice: rows for sparse attention.
     """
 
-    tokens: Int[Array, "B W"]
+    made: Made
     z: Float[Array, "B w D"]
     cache: tuple[LayerCache, ...]
-    probs: Float[Array, "B K V"] | None
-    logits: Float[Array, "B K V"] | None
-    margins: Float[Array, "B K"] | None
     choice: Choice = ()
 
 
@@ -213,60 +205,46 @@ class _Passes:
         indexer = self.module.cfg.indexer
         return indexer is not None and indexer.share_drafts
 
-    def start(self, cache: tuple[LayerCache, ...]) -> _Made:
+    def start(self, cache: tuple[LayerCache, ...]) -> _Ahead:
         """Before the first pass."""
-        rules = self.rules
-        tokens = jnp.pad(self.s.newest[:, None], ((0, 0), (0, rules.depth)))
-        scores = jnp.zeros((len(tokens), rules.depth, self.module.trunk.vocab_size), jnp.float32)
-        probs, logits = (scores if wanted else None for wanted in (rules.drafting, rules.logits))
-        margins = jnp.zeros((len(tokens), rules.depth), jnp.float32) if rules.margins else None
-        return _Made(tokens, self.pending[:, :1], cache, probs, logits, margins)
+        made = Made.nothing(self.s, self.rules, self.module.trunk.vocab_size)
+        return _Ahead(made, self.pending[:, :1], cache)
 
-    def draft(self, k: Int[Array, ""] | int, made: _Made) -> _Made:
+    def draft(self, k: Int[Array, ""] | int, ahead: _Ahead) -> _Ahead:
         """Draft ``k``, from 0. It is an array only where all passes run one layer over one row per slot."""
         module, params, on = self.module, self.params, self.on
-        cache, layers = list(made.cache), len(made.cache)
-        layer, z, first = k % layers if isinstance(k, int) else 0, made.z[:, -1:], None
+        cache, layers = list(ahead.cache), len(ahead.cache)
+        layer, z, first = k % layers if isinstance(k, int) else 0, ahead.z[:, -1:], None
         if isinstance(k, int) and 0 < k < layers:  # over the rows of the newest token and of every draft
-            z, first = jnp.concatenate([self.pending[:, k : k + 1], made.z], axis=1), 0
+            z, first = jnp.concatenate([self.pending[:, k : k + 1], ahead.z], axis=1), 0
             if layer == min(layers, self.rules.depth) - 1:
                 # No layer behind it needs the results of the first rows.
-                before = self.rows(k, made, z[:, :-1], first)
+                before = self.rows(k, ahead, z[:, :-1], first)
                 cache[layer] = draft_module.write_cache(module, params, on, layer, before, cache[layer])
                 z, first = z[:, -1:], None
-        given = self.rows(k, made, z, first)
+        given = self.rows(k, ahead, z, first)
         z, cache[layer], _, found = draft_module.run(module, params, on, layer, given, cache[layer])
         with jax.named_scope("draft_sample"):
             logits = module.logits(params, layer, z[:, -1], on)
-        token, q = self.rules.draw(logits, self.s, made.tokens, k)
+        made = ahead.made.drawn(k, logits, self.s, self.rules)
+        return _Ahead(made, z.astype(ahead.z.dtype), tuple(cache), found if self.share else ())
 
-        def put(a: Any, new: Any, at: Any) -> Any:
-            return a if a is None else jax.lax.dynamic_update_slice_in_dim(a, new[:, None], at, axis=1)
-
-        return _Made(
-            put(made.tokens, token, k + 1),
-            z.astype(made.z.dtype),
-            tuple(cache),
-            put(made.probs, q, k),
-            put(made.logits, logits, k),
-            put(made.margins, self.rules.margin(logits), k),
-            found if self.share else (),
-        )
-
-    def rows(self, k: Int[Array, ""] | int, made: _Made, z: Float[Array, "B w D"], first: int | None) -> Pass:
+    def rows(
+        self, k: Int[Array, ""] | int, ahead: _Ahead, z: Float[Array, "B w D"], first: int | None
+    ) -> Pass:
         """Rows of the pass for draft ``k`` that merge ``z``: from token ``first`` of the window; None: k."""
         s, at = self.s, k if first is None else first
-        tokens = jax.lax.dynamic_slice_in_dim(made.tokens, at, z.shape[1], axis=1)
+        tokens = jax.lax.dynamic_slice_in_dim(ahead.made.tokens, at, z.shape[1], axis=1)
         positions = s.length[:, None] + at + jnp.arange(z.shape[1])
         drafting = s.active & (k < s.depth)
         written = jnp.where(drafting[:, None], positions, -1)
         if first is None:
-            step, layers = 0 if self.share else k, len(made.cache)
+            step, layers = 0 if self.share else k, len(ahead.cache)
             visible = draft_module.seen_by_draft(step, layers, s.length, drafting)
         else:
             assert isinstance(k, int), "passes over several rows differ"
             written, visible = draft_module.existing(k, written), draft_module.seen(k, written)
-        return Pass(tokens, z, positions, (PagedView(s.page_table, written, visible),), made.choice)
+        return Pass(tokens, z, positions, (PagedView(s.page_table, written, visible),), ahead.choice)
 
 
 def _deferred(slots: RecursiveSlots, seen: Committed) -> RecursiveSlots:

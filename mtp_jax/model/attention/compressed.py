@@ -19,15 +19,14 @@ from jaxtyping import Array, Bool, Float, Int
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import compressor, indexer
 from mtp_jax.model.attention.kind import Asked, Attended, Kind
-from mtp_jax.model.attention.pages import Write
-from mtp_jax.model.attention.source import Source, scores_of_pages
+from mtp_jax.model.attention.place import EntryPlace, PagedPlace, WholePlace
+from mtp_jax.model.attention.source import scores_of_pages
 from mtp_jax.model.cache import (
     Cache,
     Entries,
     LayerCache,
     PagedView,
     Views,
-    WholeCache,
     WindowCache,
     WindowPages,
     WindowSlots,
@@ -152,23 +151,26 @@ class Compressed(Kind):
         """Sinks are split as heads are."""
         return Own(partition("heads"), jax.tree.map(lambda _: PartitionSpec(), w.compressors))  # pyright: ignore
 
-    def attend(self, q: Any, w: Any, source: Source, scale: float) -> Float[Array, "B W N v"]:
-        """Not by one source: its rows are of two kinds, see ``over_pages`` and ``over_rows``."""
-        raise NotImplementedError
+    def over(self, cfg: ModelConfig, asked: Asked, w: Own, place: EntryPlace) -> Attended:
+        """Attend to rows of the window's tokens, and to entries beside them."""
+        if isinstance(place, WholePlace):
+            return *self._over_sequences(cfg, asked, w, place), None
+        if place.view.block:
+            return self._over_block(cfg, asked, w, place), None, place.cache
+        return self._over_pages(cfg, asked, w, place)
 
-    def over_pages(
-        self, cfg: ModelConfig, asked: Asked, w: Own, cache: Any, view: PagedView, write: Write
-    ) -> Attended:
-        """Write rows and entries, then attend to the window and to entries, on one device."""
+    def _over_pages(self, cfg: ModelConfig, asked: Asked, w: Own, place: PagedPlace) -> Attended:
+        """Write rows and entries, then attend to the window and to entries."""
+        cache, view = place.cache, place.view
         span, added, c = Span.of(view.written), asked.entries, _of(cfg)
         at = span.start[:, None] - (c.window - 1) + jnp.arange(c.window - 1 + span.width)
         seen = (at >= view.visible.first[:, None]) & (at < (span.start + span.count)[:, None])
         far, chosen = None, None
         with jax.named_scope("cache_write"):
             if isinstance(cache, WindowCache):
-                near, cache = self._extended(cfg, added, w, cache, view, write)
+                near, cache = self._extended(cfg, added, w, place)
             else:
-                cache = write(cache, cache.stored(added, cfg.row), view.page_table, view.written)
+                cache = place.write(cache, cache.stored(added, cfg.row), view.page_table, view.written)
                 near = rows_at(cache.rows, view.page_table, jnp.where(seen, at, -1))
         with jax.named_scope("attend"):
             near = jnp.where(seen[..., None], widened(near, cfg.row, added.rows.dtype), 0)
@@ -177,10 +179,11 @@ class Compressed(Kind):
             context = _mixed(cfg, asked.q.whole, w.sink, near, seen, span, far)
             return unrotate_last(context, added.angles), chosen, cache
 
-    def over_block(
-        self, cfg: ModelConfig, asked: Asked, w: Own, cache: LayerCache, view: PagedView
+    def _over_block(
+        self, cfg: ModelConfig, asked: Asked, w: Own, place: PagedPlace
     ) -> Float[Array, "B W N h"]:
         """Attend to the window's last cached rows, the same for all tokens, and to all tokens of a block."""
+        cache, view = place.cache, place.view
         own, window, live = asked.entries, _of(cfg).window, (view.written >= 0)[:, :, None]
         with jax.named_scope("attend"):
             at = view.visible.length[:, None] - window + jnp.arange(window)
@@ -190,9 +193,11 @@ class Compressed(Kind):
             parts = [(near, live & seen[:, None]), (own.rows, live)]
             return unrotate_last(_softmax(asked.q.whole, w.sink, parts, cfg.softmax_scale), own.angles)
 
-    def over_rows(self, cfg: ModelConfig, asked: Asked, w: Own, cache: WholeCache | None) -> Attended:
+    def _over_sequences(
+        self, cfg: ModelConfig, asked: Asked, w: Own, place: WholePlace
+    ) -> tuple[Float[Array, "B W N h"], Int[Array, "B W K"] | None]:
         """Attend to the window and to entries of whole sequences."""
-        assert cache is None, "nothing is trained through compressed attention"
+        assert place.cache is None, "nothing is trained through compressed attention"
         added, c = asked.entries, _of(cfg)
         slots, width, _ = added.rows.shape
         zero = jnp.zeros(slots, jnp.int32)
@@ -214,7 +219,7 @@ class Compressed(Kind):
                     visible = indexer.chosen_mask(chosen, rows.shape[1])
                 far = partial(_shared, rows, visible)
             context = _mixed(cfg, asked.q.whole, w.sink, near, there, span, far)
-            return unrotate_last(context, added.angles), chosen, None
+            return unrotate_last(context, added.angles), chosen
 
     def result(
         self, a: CompressedAttention, cfg: ModelConfig, context: Float[Array, "B W N h"], absorbed: bool
@@ -226,10 +231,9 @@ class Compressed(Kind):
         flat = low.reshape(*context.shape[:2], -1)
         return self.on.linear(flat, a.o.reshape(cfg.hidden_size, -1), split="in")
 
-    def _extended(
-        self, cfg: ModelConfig, added: Added, w: Own, cache: WindowCache, view: PagedView, write: Write
-    ) -> tuple[Any, WindowCache]:
+    def _extended(self, cfg: ModelConfig, added: Added, w: Own, place: PagedPlace) -> tuple[Any, WindowCache]:
         """The cached rows of the window before a span and of the span, and the cache with its values."""
+        cache, view, write = place.cache, place.view, place.write
         assert view.slot is not None, "values of recent tokens belong to slots"
         table, span, pages = view.page_table, Span.of(view.written), cache.pages
         slot, dtype, entries = view.slot, added.rows.dtype, pages.entries

@@ -51,71 +51,60 @@ class CpuLatent(Latent):
         return "absorbed" if window * (2 * rank - expanded) <= expanded * rank else "naive"
 
     def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
-        """``mla.attend`` block by block."""
+        """``Latent.attend`` over one block of rows after the other.
+
+        The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
+        changes no bit of its sums, so a result does not depend on the number of blocks that other tokens
+        need.
+        """
         if isinstance(source, Chosen):
             return super().attend(q, w, source, scale)
-        read, blocks = _blocks(source, q.nope.dtype)
-        return _in_blocks(q, w, read, blocks, scale, source.form)
-
-
-def _in_blocks(
-    q: Queries,
-    w: Ups,
-    read: Read,
-    blocks: Int[Array, ""] | int,
-    scale: float,
-    form: Form,
-) -> Float[Array, "B W N v"]:
-    """``mla.attend`` over the rows and the mask of each of ``blocks`` blocks, by ``read``.
-
-    The softmax is summed on the way (arXiv 1805.02867, algorithm 3). A block that a token does not see
-    changes no bit of its sums, so a result does not depend on the number of blocks that other tokens need.
-    """
-    rank, (slots, width, heads, _) = w.k.shape[-1], q.nope.shape
-    by_head, wide = (slots, heads, width), []
-    if form == "absorbed":
-        # All heads read the same rows: one product for all.
-        latent = _apart(inward(_together(q.nope), w.k), slots)
-        queries = beside(latent, q.rope).transpose(0, 2, 1, 3)
-        lead, mixes = (slots, heads * width), queries.shape[-1]
-    else:
-        queries = beside(q.nope, q.rope).transpose(0, 2, 1, 3)
-        lead, mixes = by_head, w.v.shape[1]
-        wide = [expand(up, q.nope.dtype) for up in w]
-    flat = _fixed(queries.reshape(*lead, -1))
-
-    def columns() -> Int[Array, "*b m"]:
-        return jax.lax.broadcasted_iota(jnp.int32, (*lead, mixes + 2), len(lead))
-
-    def block(i: Int[Array, ""] | int, so_far: Float[Array, "*b m"]) -> Float[Array, "*b m"]:
-        peak = so_far[..., -1:]
-        rows, mask = read(i)
-        sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
-        absorbed = form == "absorbed"
-        scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, wide[0]), (3, 2))
-        scores = jnp.where(sees, scores * scale, -jnp.inf)
-        # The result does not depend on the peak, so its derivative is not computed.
-        top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
-        weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
-        narrow = _fixed(weights.astype(rows.dtype))
-        if absorbed:
-            # Multiply whole rows: slicing the rope part off the result is cheaper than off the cache.
-            more = _dots(narrow, rows, (2, 1))
+        (read, blocks), form = _blocks(source, q.nope.dtype), source.form
+        rank, (slots, width, heads, _) = w.k.shape[-1], q.nope.shape
+        by_head, wide = (slots, heads, width), []
+        if form == "absorbed":
+            # All heads read the same rows: one product for all.
+            latent = _apart(inward(_together(q.nope), w.k), slots)
+            queries = beside(latent, q.rope).transpose(0, 2, 1, 3)
+            lead, mixes = (slots, heads * width), queries.shape[-1]
         else:
-            more = _dots(narrow, _expand(rows[..., :rank], wide[1]), (3, 3))
-        at, more = columns(), jnp.pad(more, [(0, 0)] * len(lead) + [(0, 2)])
-        more = jnp.where(at == mixes, weights.sum(axis=-1, keepdims=True), more)
-        return jnp.where(at > mixes, top, so_far * shrunk + more)
+            queries = beside(q.nope, q.rope).transpose(0, 2, 1, 3)
+            lead, mixes = by_head, w.v.shape[1]
+            wide = [expand(up, q.nope.dtype) for up in w]
+        flat = _fixed(queries.reshape(*lead, -1))
 
-    # The columns are: the mix of cached rows, the sum of their weights, the peak of scores.
-    start = jnp.where(columns() > mixes, _LEAST, 0).astype(jnp.float32)
-    alone = isinstance(blocks, int) and blocks == 1
-    end = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
-    context = (end[..., :mixes] / jnp.maximum(end[..., mixes:-1], 1e-30)).astype(queries.dtype)
-    if form == "naive":
-        return context.swapaxes(1, 2)
-    latent = context[..., :rank].reshape(*by_head, rank)
-    return _apart(outward(_together(latent.swapaxes(1, 2)), w.v), slots)
+        def columns() -> Int[Array, "*b m"]:
+            return jax.lax.broadcasted_iota(jnp.int32, (*lead, mixes + 2), len(lead))
+
+        def block(i: Int[Array, ""] | int, so_far: Float[Array, "*b m"]) -> Float[Array, "*b m"]:
+            peak = so_far[..., -1:]
+            rows, mask = read(i)
+            sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
+            absorbed = form == "absorbed"
+            scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, wide[0]), (3, 2))
+            scores = jnp.where(sees, scores * scale, -jnp.inf)
+            # The result does not depend on the peak, so its derivative is not computed.
+            top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
+            weights, shrunk = jnp.exp(scores - top), jnp.exp(peak - top)
+            narrow = _fixed(weights.astype(rows.dtype))
+            if absorbed:
+                # Multiply whole rows: slicing the rope part off the result is cheaper than off the cache.
+                more = _dots(narrow, rows, (2, 1))
+            else:
+                more = _dots(narrow, _expand(rows[..., :rank], wide[1]), (3, 3))
+            at, more = columns(), jnp.pad(more, [(0, 0)] * len(lead) + [(0, 2)])
+            more = jnp.where(at == mixes, weights.sum(axis=-1, keepdims=True), more)
+            return jnp.where(at > mixes, top, so_far * shrunk + more)
+
+        # The columns are: the mix of cached rows, the sum of their weights, the peak of scores.
+        start = jnp.where(columns() > mixes, _LEAST, 0).astype(jnp.float32)
+        alone = isinstance(blocks, int) and blocks == 1
+        end = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
+        context = (end[..., :mixes] / jnp.maximum(end[..., mixes:-1], 1e-30)).astype(queries.dtype)
+        if form == "naive":
+            return context.swapaxes(1, 2)
+        latent = context[..., :rank].reshape(*by_head, rank)
+        return _apart(outward(_together(latent.swapaxes(1, 2)), w.v), slots)
 
 
 def _fixed(x: jax.Array) -> jax.Array:

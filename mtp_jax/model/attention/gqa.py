@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.attention.kind import Kind
+from mtp_jax.model.attention.kind import OverRows
 from mtp_jax.model.attention.source import Chosen, Source
 from mtp_jax.model.cache import Cache, Entries, Views
 from mtp_jax.model.config import ModelConfig
@@ -45,7 +45,7 @@ class KvHeads:
 
 
 @dataclass(frozen=True)
-class Gqa(Kind):
+class Gqa(OverRows):
     """Grouped-query attention in plain XLA."""
 
     def queries(self, a: GqaAttention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Queries:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.attention.pages import Write
+from mtp_jax.model.attention.place import EntryPlace
 from mtp_jax.model.attention.source import Paged, Source, Whole
-from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views, WholeCache
+from mtp_jax.model.cache import Cache, Entries, LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import Form
@@ -43,7 +42,7 @@ Attended = tuple[Float[Array, "B W N v"], Int[Array, "B W K"] | None, Cache | No
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """The equations of a kind of attention; the stages care for pages, parts and meshes.
+    """A kind of attention, on one device's slots and heads; the stages care for parts and meshes.
 
     Queries are a dataclass of arrays [B, W, N, ...], split by heads on a mesh; ``index`` has the queries of
     index keys, None without sparse attention.
@@ -95,46 +94,9 @@ class Kind(ABC):
         """Partition specs of ``by_head``'s tree on a mesh."""
         return partition("heads")
 
-    def over_pages(
-        self, cfg: ModelConfig, asked: Asked, w: Any, cache: Any, view: PagedView, write: Write
-    ) -> Attended:
-        """Write a part's entries into the cache, then attend to it, on one device."""
-        if asked.entries is not None:
-            with jax.named_scope("cache_write"):
-                stored = cache.stored(asked.entries, cfg.row)
-                cache = write(cache, stored, view.page_table, view.written)
-        return *self._looked(cfg, asked, w, Paged(cache, view, cfg.row)), cache
-
-    def over_block(
-        self, cfg: ModelConfig, asked: Asked, w: Any, cache: Any, view: PagedView
-    ) -> Float[Array, "B W N v"]:
-        """Attend to the cached rows that a view sees and to all tokens of a block, on one device."""
-        own = asked.entries.rows
-        with jax.named_scope("attend"):
-            cached, mask = Paged(cache, view, cfg.row).read(own.dtype)
-            block = jnp.broadcast_to((view.written >= 0)[:, :, None], (*own.shape[:2], own.shape[1]))
-            both = Whole(jnp.concatenate([cached, own], axis=1), jnp.concatenate([mask, block], axis=2))
-            return self.attend(asked.q, w, both, cfg.softmax_scale)
-
-    def over_rows(self, cfg: ModelConfig, asked: Asked, w: Any, cache: WholeCache | None) -> Attended:
-        """Attend to the entries of whole sequences, behind a cache's where there is one."""
-        rows, index = asked.entries.rows, asked.entries.index
-        mask = jnp.tri(rows.shape[1], dtype=bool)[None]
-        if cache is not None:
-            cache = cache.extended(rows)
-            rows, mask = cache.rows, cache.mask
-        mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
-        return *self._looked(cfg, asked, w, Whole(rows, mask, index, self.form)), cache
-
-    def _looked(
-        self, cfg: ModelConfig, asked: Asked, w: Any, source: Whole | Paged
-    ) -> tuple[Float[Array, "B W N v"], Int[Array, "B W K"] | None]:
-        """The context, and the rows that tokens chose."""
-        with jax.named_scope("attend"):
-            chosen = asked.chosen
-            if asked.index is not None and cfg.indexer is not None:
-                chosen = self.choose(asked.index, source, cfg.indexer.topk)
-            return self.attend(asked.q, w, source.of(chosen), cfg.softmax_scale), chosen
+    @abstractmethod
+    def over(self, cfg: ModelConfig, asked: Asked, w: Any, place: EntryPlace) -> Attended:
+        """Write a part's entries, choose rows, attend to them, on one device. w: see ``by_head``."""
 
     def result(
         self, a: Any, cfg: ModelConfig, context: Float[Array, "B W N v"], absorbed: bool
@@ -143,14 +105,27 @@ class Kind(ABC):
         o = a.o.reshape(cfg.hidden_size, -1)
         return self.on.result(self.on.joined(context, o, absorbed), o, split="in")
 
+    def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
+        """The MLA form for chunks of ``window`` tokens."""
+        return "naive"
+
+
+class OverRows(Kind):
+    """A kind of attention whose tokens all read rows of one source."""
+
+    def over(self, cfg: ModelConfig, asked: Asked, w: Any, place: EntryPlace) -> Attended:
+        """Write, choose where the layer has an indexer, attend."""
+        source, cache = place.filled(asked.entries)
+        with jax.named_scope("attend"):
+            chosen = asked.chosen
+            if asked.index is not None and cfg.indexer is not None:
+                chosen = self.choose(asked.index, source, cfg.indexer.topk)
+            return self.attend(asked.q, w, source.of(chosen), cfg.softmax_scale), chosen, cache
+
     @abstractmethod
     def attend(self, q: Any, w: Any, source: Source, scale: float) -> Float[Array, "B W N v"]:
-        """Attention over the rows of a source. w: see ``by_head``. A token that sees nothing gets zeros."""
+        """The equations, over the rows of a source. A token that sees nothing gets zeros."""
 
     def choose(self, q: IndexQueries, source: Whole | Paged, topk: int) -> Int[Array, "B W K"] | None:
         """The rows that each token attends to; None: all rows that it sees."""
         return None
-
-    def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
-        """The MLA form for chunks of ``window`` tokens."""
-        return "naive"
