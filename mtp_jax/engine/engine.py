@@ -335,7 +335,7 @@ class Engine:
     def _run(self, key: StepKey, chunk: Chunk | None, running: Sequence[Request]) -> Pending[Result]:
         masks = self._masks(key, running) if key.mode.structured else None
         estimate = None if key.kept is None else self.depth.estimate
-        return self.runner.do(launches.Step(key, chunk, estimate), masks)
+        return self.runner.do(launches.StepLaunch(key, chunk, estimate), masks)
 
     def _masks(self, key: StepKey, running: Sequence[Request]) -> MaskMaker:
         rows, shape = [(r.residence.slot, r) for r in running], (key.slots, key.room + 1)

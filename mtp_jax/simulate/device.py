@@ -85,7 +85,7 @@ class Simulated(NoPrograms):
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         match launch:
-            case launches.Step(key, chunk, estimate):
+            case launches.StepLaunch(key, chunk, estimate):
                 return self._step(key, chunk, estimate, masks)
             case launches.Admit(slot, row, page):
                 self._admit(slot, row, page)
@@ -104,7 +104,7 @@ class Simulated(NoPrograms):
             case launches.WritePages(shard, pages, data):
                 for array, new in zip(self._memory.arrays, data, strict=True):
                     array[self._memory.numbers(shard, pages)] = new
-            case launches.Draft(key, slot):
+            case launches.DraftLaunch(key, slot):
                 return self._draft(key.depth, slot)
             case launches.ReleaseCache():
                 if any(slot.active for slot in self._slots.values()):

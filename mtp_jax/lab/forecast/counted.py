@@ -92,7 +92,7 @@ class Counted(NoPrograms):
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         match launch:
-            case launches.Step(key, chunk):
+            case launches.StepLaunch(key, chunk):
                 end, result = self._runs(self._times.launch(self._work(key, chunk))), self._step(key, chunk)
                 self._slots = max(key.slots, 1)
                 return lambda: (self.time.until(end), result)[1]
