@@ -128,7 +128,7 @@ class Finish(IntEnum):
     NAN = 3
 
 
-class Source(IntEnum):
+class Origin(IntEnum):
     """The drafter that a row's drafts come from."""
 
     NEXTN = 0

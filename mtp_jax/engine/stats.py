@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from copy import copy
 from dataclasses import dataclass, field, fields
 
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.store.tier import HostTier, TierStats
@@ -42,7 +42,7 @@ class Histogram:
 
 
 def _by_source() -> Counter[str]:
-    return Counter(dict.fromkeys((source.name.lower() for source in Source), 0))
+    return Counter(dict.fromkeys((source.name.lower() for source in Origin), 0))
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Counters:
         self.finished[before or ""] -= 1
         self.finished[reason] += 1
 
-    def verified(self, drafted: int, accepted: int, source: Source) -> None:
+    def verified(self, drafted: int, accepted: int, source: Origin) -> None:
         """Count one row of one step."""
         name = source.name.lower()
         self.drafted_by_source[name] += drafted

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.decode.state import Slots
 from mtp_jax.model.backend import Backend
 
@@ -49,5 +49,5 @@ def chains(s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits)
     margins = jnp.zeros((len(tokens), depth), jnp.float32) if rules.margins else None
     made = on.repeated(0, depth, rules.wanted, draft, _Made(tokens, probs, kept, margins))
     count = jnp.full_like(s.length, rules.wanted)
-    source = jnp.full_like(count, Source.NEXTN)
+    source = jnp.full_like(count, Origin.NEXTN)
     return Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.decode.drafter.grow import GrownTrees
 from mtp_jax.decode.drafter.protocol import Committed, Drafts, width_of
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source, TreeShape
+from mtp_jax.decode.keys import Origin, TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
@@ -119,7 +119,7 @@ class Recursive:
             made = passes.draft(k, made)
         made = on.repeated(unlike, depth, rules.wanted, passes.draft, made)
         count = jnp.full_like(s.length, rules.wanted)
-        source = jnp.full_like(count, Source.NEXTN)
+        source = jnp.full_like(count, Origin.NEXTN)
         drafts = Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)
         return drafts, own.replace(pages=own.pages.replace(cache=made.cache))
 
