@@ -59,7 +59,7 @@ class LocalRunner(DeviceRunner):
         self._shape = shape
 
     def take(self, params: Params) -> None:
-        """Run with these parameters from now on, of the same shapes as the old ones.
+        """Run with these parameters from now on, of the same shapes as the old parameters.
 
         ``params`` may hold shapes alone; then no launch is possible.
         """

@@ -50,8 +50,8 @@ class Counters:
     """Running totals. Only the engine changes them.
 
     Attributes:
-        generation_tokens: emitted tokens, also tokens that a stop string cut off.
-        prefix_queries: prompt tokens looked up in the prefix cache.
+        generation_tokens: number of emitted tokens, also tokens that a stop string cut off.
+        prefix_queries: number of prompt tokens looked up in the prefix cache.
         hits_by_tier: looked-up tokens that were found, by place: "device" or "host".
         drafted_by_source: drafts verified, by drafter: "nextn" or "suffix".
         accepted_by_source: drafts accepted, by drafter.
@@ -142,10 +142,11 @@ class EngineStats(Counters):
     Attributes:
         slots: lengths of prompt and output, status and number of pages of each request that has a slot.
         waiting: number of requests without a slot.
-        pages_used: pages held by requests.
-        pages_cached: pages that only the prefix cache keeps.
+        pages_used: number of pages held by requests.
+        pages_cached: number of pages that only the prefix cache keeps.
         tier: the host's memory as a tier of the prefix cache.
-        realised_speedup: speed-up of recent steps (``DepthController.speedup``); None while unknown.
+        realised_speedup: ratio of speeds, with drafts and without, of recent steps
+            (``DepthController.speedup``); None while unknown.
         experts: counts and moves of experts; None where no experts are counted.
     """
 

@@ -41,8 +41,8 @@ class Survival:
     def __init__(self, most: int, memory: float, prior: float, weight: float) -> None:
         """Before any draft was observed it is accepted with probability ``prior``.
 
-        most: drafts of the deepest step. memory: steps after which an observation counts 1/e. weight: drafts
-        that the prior counts for.
+        most: number of drafts of the deepest step. memory: steps after which an observation counts 1/e.
+        weight: number of drafts that the prior counts for.
         """
         self._fade = 1 - 1 / memory
         shape = len(Origin), most

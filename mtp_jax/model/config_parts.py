@@ -173,9 +173,9 @@ class CompressedConfig:
 
     Attributes:
         head_dim: width of every query head, and of the one row per token that is key and value of all heads.
-        groups: equal parts of the heads, each projected down on its own behind attention.
+        groups: number of equal parts of the heads, each projected down on its own behind attention.
         group_rank: width of a group's projection.
-        window: the last tokens that a token attends to, itself included.
+        window: number of the last tokens that a token attends to, itself included.
         theta: base of rope's frequencies in layers that compress.
         index_heads: number of the indexer's heads.
         index_dim: width of an index head.
@@ -235,7 +235,7 @@ class HyperConfig:
 
     Attributes:
         streams: number of streams.
-        iterations: normalisations of the matrix that mixes them, columns and rows in turn.
+        iterations: number of normalisations of the matrix that mixes them, columns and rows in turn.
         eps: added to sums and gates.
     """
 
@@ -297,7 +297,7 @@ class RowFormat:
     """A token's row in a layer's cache, and the way in which an FP8 cache stores it.
 
     Attributes:
-        width: values of a row.
+        width: number of values of a row.
         keys: the part [start, stop) that scores are made of and the mixed values are not.
         e4m3: number of leading values that an FP8 cache stores in e4m3. Further values are bfloat16.
         block: number of consecutive e4m3 values that share a float32 scale.

@@ -19,7 +19,7 @@ class Missing:
     Attributes:
         digests: digests of all pages with which the prompt may begin.
         first: the number of the first missing page; the number of all pages if none is missing.
-        flushes: flushes of the cache so far.
+        flushes: number of flushes of the cache so far.
     """
 
     digests: Sequence[bytes]

@@ -29,7 +29,7 @@ class DraftRules(struct.PyTreeNode):
     """The rules of one step's drafts.
 
     Attributes:
-        depth: drafts that there is room for.
+        depth: number of drafts that there is room for.
         wanted: drafts to make, ``depth`` at most.
         allowed: tokens that grammars allow at each position, as far as known before there are drafts (see
             ``restrict``).

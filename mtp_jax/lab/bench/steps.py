@@ -41,7 +41,7 @@ class MeasuredSteps:
     Attributes:
         seconds: the time of a step.
         call: seconds that the host takes to launch one.
-        tokens: tokens per step and slot.
+        tokens: number of tokens per step and slot.
         launches: the launches of ``TRACED`` steps.
     """
 
