@@ -86,7 +86,7 @@ class Summary:
         return sum(s.nbytes for s in self.stored.values())
 
     def text(self) -> str:
-        """The summary as lines for people."""
+        """Turns the summary into lines for people."""
         c, head = self.config, head_of(self.config)
         moe = sum(map(c.is_moe, range(c.num_hidden_layers)))
         kinds = ", ".join("MoE" if m else "dense" for m in c.nextn_moe)

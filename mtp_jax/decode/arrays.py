@@ -86,7 +86,7 @@ class Chunk:
     Attributes:
         slot: the slot of each row's request, in the row's data shard; past the last slot for an idle row.
         start: position of the first token.
-        count: number of real tokens, at most T; the tokens behind them are padding.
+        count: number of real tokens, which must be T at most; the tokens behind them are padding.
         final: whether the prompt ends here.
         tokens: the tokens, padded to T.
         targets: the token after each token, for prompt log-probabilities; -1 where a request wants none.

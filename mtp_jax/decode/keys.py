@@ -178,7 +178,7 @@ class StepKey:
         return self if self.window is None else replace(self, depth=self.window, window=None)
 
     def at(self, depth: int) -> "StepKey":
-        """The key of this executable with ``depth`` drafts, at most its room."""
+        """The key of this executable with ``depth`` drafts, which must be its room at most."""
         return self.program if depth == self.room else replace(self, depth=depth, window=self.room)
 
     @property

@@ -28,7 +28,10 @@ class Missing:
 
 
 def missing(engine: Engine, request: Request) -> Missing:
-    """Pages of a request's prompt, not yet submitted, that the cache lacks. The engine has a host tier."""
+    """Pages of the prompt that the cache lacks, of a request that must not have been submitted yet.
+
+    The engine must have a host tier.
+    """
     assert engine.tier
     first = max(map(len, engine.scheduler.cached(request)))
     digests = request.residence.digests[: (len(request.prompt) - 1) // engine.config.page_size]

@@ -30,7 +30,7 @@ class DraftRules(struct.PyTreeNode):
 
     Attributes:
         depth: number of drafts that there is room for.
-        wanted: drafts to make, ``depth`` at most.
+        wanted: number of drafts to make, which must be ``depth`` at most.
         allowed: tokens that grammars allow at each position, as far as known before there are drafts (see
             ``restrict``).
         drafting: None for steps in which every row is greedy.

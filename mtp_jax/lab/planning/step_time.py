@@ -81,7 +81,7 @@ class Band:
 
 
 def band(d: Deployment) -> Band:
-    """The step of a deployment as a band."""
+    """The band that the time of a deployment's step lies in."""
     usual, lean = (step(d, fit.on(d.gpu)) for fit in BAND)
     return Band(usual, lean, d.micro_batches)
 
