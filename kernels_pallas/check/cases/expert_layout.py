@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, CaseInputs, Work
 from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, slots
 from kernels_pallas.mosaic import Interpreter
@@ -66,7 +66,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random choices, in which some experts are far more frequent."""
     noise = jax.random.gumbel(key, (shape.tokens, shape.total)) + 3 * jnp.sin(jnp.arange(shape.total))
     ids = jax.lax.top_k(noise, shape.chosen)[1]

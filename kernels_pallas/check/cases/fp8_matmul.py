@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.check.baselines import fp8_matmul as baselines
-from kernels_pallas.check.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, CaseInputs, Work
 from kernels_pallas.check.cases.grouped_matmul import plan
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.fp8_matmul.api import choose_tile
@@ -76,7 +76,7 @@ def _sizes(shape: Shape) -> ProductSizes:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random operands."""
     keys = jax.random.split(key, 3)
     blocks = 2 if shape.gated else 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kernels_pallas.check.baselines import grouped_matmul as baselines
-from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
@@ -107,7 +107,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random operands."""
     keys = jax.random.split(key, 3)
     held = shape.tiles
@@ -147,12 +147,12 @@ def _sizes(shape: Shape) -> ProductSizes:
     )
 
 
-def plan(sizes: ProductSizes, rows: int) -> Plan:
+def plan(sizes: ProductSizes, rows: int) -> KernelPlan:
     """A thread block loads its share of the operands, and writes its share of ``rows`` rows."""
     tile, size = sizes.tile, jnp.dtype(sizes.dtype).itemsize
     terms, columns = sizes.terms // tile.splits, tile.columns * sizes.blocks
     written = jnp.dtype(sizes.staged_dtype).itemsize * (columns if tile.splits > 1 else tile.columns)
-    return Plan(
+    return KernelPlan(
         blocks=sizes.tiles * sizes.column_tiles * tile.splits * tile.pair,
         asked=size * terms * (sizes.block_rows + columns / tile.pair)
         + written * rows / (sizes.tiles * tile.pair),

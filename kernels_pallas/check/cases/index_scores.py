@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Operation, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Operation, Work
 from kernels_pallas.index_scores import reference
 from kernels_pallas.index_scores.api import SPLIT_COST, index_scores
 from kernels_pallas.index_scores.index_rows import pack
@@ -89,7 +89,7 @@ def _run(scores: Operation, *inputs: Any, **options: Any) -> tuple[Array, Array]
     return (found > -jnp.inf).astype(jnp.float32), jnp.where(jnp.isinf(found), jnp.sign(found), found)
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Pages scattered over the cache, NaN in every row that no token sees and in one visible row."""
     slots, columns, keys = len(shape.lengths), shape.columns, jax.random.split(key, 4)
     count, tokens = slots * columns + 1, (slots, shape.window, shape.heads)
@@ -110,7 +110,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return q, weights, pack(pages) if shape.fp8 else pages, page_table, visible
 
 
-def plan(shape: Shape) -> Plan:
+def plan(shape: Shape) -> KernelPlan:
     """A thread block multiplies a share of a slot's keys with the queries of its tokens."""
     tokens = min(shape.window, MOST_COLUMNS // shape.heads)
     blocks = len(shape.lengths) * -(-shape.window // tokens)
@@ -118,7 +118,7 @@ def plan(shape: Shape) -> Plan:
     splits = shape.splits or choose_splits(blocks, tiles, SPLIT_COST)
     keys = TILE * -(-tiles // splits)
     moved = keys * ((DIM + 4 if shape.fp8 else 2 * DIM) + 4 * tokens) + 2 * tokens * shape.heads * DIM
-    return Plan(blocks * splits, moved, flops=2 * keys * tokens * shape.heads * DIM)
+    return KernelPlan(blocks * splits, moved, flops=2 * keys * tokens * shape.heads * DIM)
 
 
 def work(shape: Shape) -> Work:

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.mla_absorb.api import mla_absorb
 from kernels_pallas.mla_absorb.mosaic_gpu import RANK, ROPE
 
@@ -67,7 +67,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random queries, up-projection and angles."""
     keys, dtype = jax.random.split(key, 3), jnp.float32 if shape.parts else jnp.bfloat16
     width = shape.heads * (shape.nope + ROPE)
@@ -84,8 +84,8 @@ def work(shape: Shape) -> Work:
     return Work(flops, shape.heads * (2 * shape.nope * RANK + shape.tokens * each), "bf16")
 
 
-def plan(shape: Shape) -> Plan:
+def plan(shape: Shape) -> KernelPlan:
     """A thread block has a head. A warp's instructions: for a row of its up-projection a load and four
     conversions, and for each token of it a load and four multiplications."""
     of_head = work(shape).bytes / shape.heads
-    return Plan(shape.heads, of_head, path=shape.nope * (5 + 5 * shape.tokens))
+    return KernelPlan(shape.heads, of_head, path=shape.nope * (5 + 5 * shape.tokens))

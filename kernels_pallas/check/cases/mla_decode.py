@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.check.baselines import mla_decode as baselines
-from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.mla_decode import reference
 from kernels_pallas.mla_decode.api import mla_decode, splits_of
 from kernels_pallas.mla_decode.fp8_rows import BLOCK, pack
@@ -102,7 +102,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Pages scattered over the cache, and NaN in every row that no token sees."""
     slots, columns = len(shape.lengths), shape.pages_per_slot
     count = slots * columns + 1
@@ -128,13 +128,13 @@ def rows_seen(shape: Shape) -> Window:
     return Window(jnp.full_like(length, 2), length, jnp.full_like(length, shape.window), every_other)
 
 
-def plan(shape: Shape) -> Plan:
+def plan(shape: Shape) -> KernelPlan:
     """A thread block multiplies its query rows with a share of a slot's pages, two in a step."""
     blocks = len(shape.lengths) * -(-shape.window * shape.heads // ROWS)
     splits = shape.splits or splits_of(blocks, shape.pages_per_slot)
     pages = sum(-(-(max(n, 0) + shape.window) // PAGE) for n in shape.lengths) / len(shape.lengths)
     rows = COMPUTE * PAGE * -(-pages // (COMPUTE * splits))
-    return Plan(
+    return KernelPlan(
         blocks=blocks * splits,
         asked=rows * row_bytes(shape) + 2 * ROWS * (2 * RANK + ROPE),
         flops=2 * ROWS * rows * (2 * RANK + ROPE),

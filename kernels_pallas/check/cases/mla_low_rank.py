@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, CaseInputs, Work
 from kernels_pallas.mla_low_rank.api import mla_low_rank
 from kernels_pallas.mla_low_rank.mosaic_gpu import RANK, ROPE
 
@@ -79,7 +79,7 @@ def _run(shape: Shape, *inputs: Any, **options: Any) -> tuple[Array, ...]:
     return low.values[:tokens], low.scale[:, :tokens], out
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random inputs, scattered pages; a cache's own contents are too small to hide a row written wrongly."""
     slots, keys = len(shape.lengths), jax.random.split(key, 7)
     tokens = (slots, shape.window)

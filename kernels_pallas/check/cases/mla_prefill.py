@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from kernels_pallas.check.baselines import mla_prefill as baselines
-from kernels_pallas.check.case import Case, Inputs, Operation, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Operation, Work
 from kernels_pallas.mla_prefill import reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
 from kernels_pallas.mla_prefill.sizes import QUERIES, ROPE, HeadWidths
@@ -111,7 +111,7 @@ def rows_seen(shape: Shape) -> Window:
     return chain(jnp.array(shape.history, jnp.int32), jnp.array(shape.counts, jnp.int32), shape.begin)
 
 
-def expanded(shape: Shape, key: jax.Array) -> Inputs:
+def expanded(shape: Shape, key: jax.Array) -> CaseInputs:
     """Queries, keys of each head and the shared one, values, rows seen."""
     rows, own = (len(shape.counts), shape.rows), shape.sizes
     sizes = (
@@ -124,7 +124,7 @@ def expanded(shape: Shape, key: jax.Array) -> Inputs:
     return *arrays, rows_seen(shape)
 
 
-def latent(shape: Shape, key: jax.Array) -> Inputs:
+def latent(shape: Shape, key: jax.Array) -> CaseInputs:
     """Queries, cached rows with NaN where no query sees them, expansions to keys and values, rows seen."""
     slots, length, visible = len(shape.counts), shape.rows, rows_seen(shape)
     keys, own = jax.random.split(key, 4), shape.sizes
@@ -141,7 +141,7 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
-def plan(shape: Shape) -> Plan:
+def plan(shape: Shape) -> KernelPlan:
     """A thread block multiplies its queries of a head with the keys up to its last query, on average."""
     step, width = shape.sizes.keys, shape.sizes.query + shape.sizes.value
     blocks = [
@@ -150,7 +150,7 @@ def plan(shape: Shape) -> Plan:
         for q in range(0, c, QUERIES)
     ]
     keys = sum(blocks) / len(blocks)
-    return Plan(len(blocks) * shape.heads, 2 * width * (keys + QUERIES), 2 * QUERIES * keys * width)
+    return KernelPlan(len(blocks) * shape.heads, 2 * width * (keys + QUERIES), 2 * QUERIES * keys * width)
 
 
 def work(shape: Shape) -> Work:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Operation, Work
+from kernels_pallas.check.case import Case, CaseInputs, Operation, Work
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm import mosaic_gpu, reference
@@ -93,7 +93,7 @@ def case(name: str, shape: Shape | Heads) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random rows, some of them much larger."""
     keys = jax.random.split(key, 3)
     blocked, dtype = (shape.rows, shape.width // BLOCK, BLOCK), jnp.float32 if shape.parts else jnp.bfloat16
@@ -110,7 +110,7 @@ def quantise_case(name: str, shape: Heads) -> Case:
     sizes = (shape.heads, shape.rows) if shape.blocks_first else (shape.rows, shape.heads)
     order: dict[str, Any] = {"blocks_first": shape.blocks_first}
 
-    def inputs(key: jax.Array) -> Inputs:
+    def inputs(key: jax.Array) -> CaseInputs:
         return (jax.random.normal(key, (*sizes, BLOCK), jnp.bfloat16),)
 
     oracle = partial(reference.quantise, **order)

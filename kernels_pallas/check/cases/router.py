@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, group_all
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.router import mosaic_gpu, reference
@@ -70,13 +70,13 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(run, shape),
         reference=partial(expected, shape),
         work=work(shape),
-        plan=Plan(-(-shape.tokens // reference.ROWS), 4 * reference.ROWS * shape.experts),
+        plan=KernelPlan(-(-shape.tokens // reference.ROWS), 4 * reference.ROWS * shape.experts),
         tolerance=1e-5,
         baselines={"xla": lambda x, bias, counted: reference.choose(x, bias, shape.rule, counted > 0)},
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random logits, many of them equal: the order among equals is part of the result."""
     keys = jax.random.split(key)
     tokens = shape.tokens if shape.own else -(-shape.tokens // reference.ROWS) * reference.ROWS
