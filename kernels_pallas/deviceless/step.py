@@ -30,7 +30,7 @@ Launches = Mapping[str, Case | Work]
 
 
 @dataclass(frozen=True)
-class Step:
+class GpuStep:
     """One GPU's part of a step.
 
     Attributes:
@@ -136,7 +136,7 @@ class Step:
     def seconds(self, card: str) -> float:
         """Predicted seconds: the trunk and the head, and for each draft NextN and the head again."""
 
-        def head(step: Step) -> float:
+        def head(step: GpuStep) -> float:
             return total({"head": step.plain(VOCABULARY // self.ways, HIDDEN)})
 
         def total(launches: Launches) -> float:
@@ -161,12 +161,12 @@ def seconds(launches: Launches, card: str) -> dict[str, float]:
 
 # Models of docs/kernels.md, and the part of DeepSeek-V3 that one of eight GPUs has at 128 slots.
 STEPS = {
-    "share, 1 slot, window 1": Step(1, 1, launches=19, experts=128),
-    "share, 1 slot, window 4": Step(1, 4, launches=20, experts=128),
-    "share, 1 slot, window 1, without mla_absorb": Step(1, 1, launches=21, experts=128, absorbs=False),
-    "share, 1 slot, window 4, without mla_absorb": Step(1, 4, launches=23, experts=128, absorbs=False),
-    "one of 8 GPUs, 128 slots, window 4": Step(128, 4, launches=23),
-    "wide, 128 slots, window 4": Step(128, 4, launches=23, ways=1, layers=5, dense=1),
+    "share, 1 slot, window 1": GpuStep(1, 1, launches=19, experts=128),
+    "share, 1 slot, window 4": GpuStep(1, 4, launches=20, experts=128),
+    "share, 1 slot, window 1, without mla_absorb": GpuStep(1, 1, launches=21, experts=128, absorbs=False),
+    "share, 1 slot, window 4, without mla_absorb": GpuStep(1, 4, launches=23, experts=128, absorbs=False),
+    "one of 8 GPUs, 128 slots, window 4": GpuStep(128, 4, launches=23),
+    "wide, 128 slots, window 4": GpuStep(128, 4, launches=23, ways=1, layers=5, dense=1),
 }
 
 
