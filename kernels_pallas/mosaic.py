@@ -51,7 +51,8 @@ LINE = 32
 def lines(width: int) -> Layout:
     """Layout of lines: a warp holds every fourth line; each lane holds the numbers that are 32 apart.
 
-    width: divides 32. Lines narrower than 32 are held several times, and are ``width`` apart.
+    width: number of lanes, which must divide 32. Lines narrower than 32 are held several times, and are
+    ``width`` apart.
     """
     lanes = (-2,) if width == LINE else (Replicated(LINE // width), -2)
     return plgpu.Layout.TILED(Tiling(((4, width), (1,))), warp_dims=(-3,), lane_dims=lanes, vector_dim=-1)

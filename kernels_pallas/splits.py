@@ -11,7 +11,7 @@ PROCESSORS = 132
 def choose_splits(blocks: int, steps: int, cost: int) -> int:
     """Splits that finish soonest if slots have ``steps`` steps; unsplit, ``blocks`` thread blocks run.
 
-    cost: cost of a split beside its rows, in steps.
+    cost: number of steps that a split costs beside its rows.
     """
 
     def time(splits: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from mtp_jax.api.local import backend_of, decoding_of, make_runner
 from mtp_jax.decode.arrays import MaskMaker
-from mtp_jax.decode.launches import Launch, Pending, Runner, Step
+from mtp_jax.decode.launches import Launch, Pending, Runner, StepLaunch
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.config import EngineConfig
@@ -328,12 +328,12 @@ def make_engine(
     return Engine(runner.decoding.model.cfg, sizes, runner, grammars)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, runner: Runner, seen: Callable[[Step], object]) -> None:
+def watch(monkeypatch: pytest.MonkeyPatch, runner: Runner, seen: Callable[[StepLaunch], object]) -> None:
     """Have ``seen`` called with every step before it is launched."""
     do = runner.do
 
     def watched(launch: Launch[Any], masks: MaskMaker | None = None) -> Pending[Any]:
-        if isinstance(launch, Step):
+        if isinstance(launch, StepLaunch):
             seen(launch)
         return do(launch, masks)
 

@@ -1,6 +1,7 @@
 """Text for readers: pages of docs, and docstrings and comments of the source."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -19,9 +20,14 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def docstrings(source: str) -> Iterator[str]:
     """Strings that stand alone: of modules, classes, functions, and below assignments."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if (
             isinstance(node, ast.Expr)
             and isinstance(node.value, ast.Constant)

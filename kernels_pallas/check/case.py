@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from kernels_pallas.splits import PROCESSORS
 
 # Trees of arrays.
-Inputs = tuple[PyTree, ...]
+CaseInputs = tuple[PyTree, ...]
 # Part of a program: trees of arrays to trees of arrays.
 Operation = Callable[..., PyTree]
 
@@ -48,7 +48,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """A kernel's cut of the work: the basis of the predicted time.
 
     Attributes:
@@ -93,12 +93,12 @@ class Case:
     """
 
     name: str
-    inputs: Callable[[jax.Array], Inputs]
+    inputs: Callable[[jax.Array], CaseInputs]
     kernel: Operation
     reference: Operation
     work: Work
     tolerance: float = 1e-2
-    plan: Plan | None = None
+    plan: KernelPlan | None = None
     baselines: Mapping[str, Operation | External] = field(default_factory=lambda: MappingProxyType({}))
 
     @property

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
-from kernels_pallas.check.case import Inputs, Operation
+from kernels_pallas.check.case import CaseInputs, Operation
 
 # Calls per measurement: one launch of a program costs the host more than a small kernel takes.
 CALLS = 10
@@ -32,7 +32,7 @@ GRAPHS = {
 FLUSH = (2 * 50 * 2**20) // 4
 
 
-def seconds(function: Operation, inputs: Inputs) -> float:
+def seconds(function: Operation, inputs: CaseInputs) -> float:
     """Median time of one call."""
     flush = jnp.zeros(FLUSH, jnp.float32)
     both, alone = jax.jit(repeated(function)), jax.jit(repeated(_nothing))
@@ -52,7 +52,7 @@ class Hot:
     clock: tuple[float, float] | None
 
 
-def hot(function: Operation, inputs: Inputs) -> Hot:
+def hot(function: Operation, inputs: CaseInputs) -> Hot:
     """Measure a call in a chain of calls, one graph of launches, less the time of the loop itself."""
 
     def chain(function: Operation) -> tuple[jax.stages.Compiled, float]:
@@ -66,7 +66,7 @@ def hot(function: Operation, inputs: Inputs) -> Hot:
     return Hot((taken - alone) / CHAIN, clock)
 
 
-def chained(function: Operation, inputs: Inputs) -> jax.Array:
+def chained(function: Operation, inputs: CaseInputs) -> jax.Array:
     """A program of `CHAIN` calls, each of which waits for the call before."""
 
     def call(_: jax.Array, seen: jax.Array) -> jax.Array:
@@ -96,14 +96,14 @@ def external_seconds(call: Callable[[], object]) -> float:
     return import_module("triton.testing").do_bench(call, return_mode="median") / 1e3
 
 
-def _nothing(*inputs: PyTree) -> Inputs:
+def _nothing(*inputs: PyTree) -> CaseInputs:
     return inputs
 
 
-def repeated(function: Operation) -> Callable[[Inputs, jax.Array], jax.Array]:
+def repeated(function: Operation) -> Callable[[CaseInputs, jax.Array], jax.Array]:
     """A program of `CALLS` calls, one after the other, each after the cache has been overwritten."""
 
-    def program(inputs: Inputs, flush: jax.Array) -> jax.Array:
+    def program(inputs: CaseInputs, flush: jax.Array) -> jax.Array:
         def call(_: jax.Array, flush: jax.Array) -> jax.Array:
             # The barriers have a call wait until the cache is overwritten, and that wait for all of the call.
             given, flush = lax.optimization_barrier((inputs, flush))

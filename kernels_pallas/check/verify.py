@@ -11,7 +11,7 @@ from kernels_pallas.check.case import Case
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Distances:
     """The worst output's relative distance from the reference, and elements that are not finite.
 
     Attributes:
@@ -35,7 +35,7 @@ class Verdict:
         return [f"{what}; {self.worst}"]
 
 
-def verify(case: Case, key: jax.Array) -> Verdict:
+def verify(case: Case, key: jax.Array) -> Distances:
     """Run kernel and reference on random inputs."""
     inputs = jax.jit(case.inputs)(key)
     # XLA on a GPU would else keep float32 where a program rounds to bfloat16 in between.
@@ -59,7 +59,7 @@ def verify(case: Case, key: jax.Array) -> Verdict:
         f"{[int(i) for i in place]}: {got[place].astype(jnp.float32)} instead of "
         f"{expected[place].astype(jnp.float32)}"
     )
-    return Verdict(float(np.max(distances)), int(sum(not_finite)), worst)
+    return Distances(float(np.max(distances)), int(sum(not_finite)), worst)
 
 
 def distance(got: ArrayLike, expected: ArrayLike) -> float:

@@ -26,7 +26,7 @@ _BARRIER = re.compile(r"(bar|barrier)(\.cta)?\.sync|barrier\.cluster\.wait")
 
 
 @dataclass(frozen=True)
-class Rule:
+class FenceRule:
     """One rule of handing over.
 
     Attributes:
@@ -45,7 +45,7 @@ class Rule:
 
 
 RULES = (
-    Rule(
+    FenceRule(
         "a write to shared memory needs fence.proxy.async, then bar.sync",
         r"st\.shared|stmatrix|(atom|red)\.shared",
         r"fence\.proxy\.async",
@@ -53,28 +53,28 @@ RULES = (
         _ASYNC_READ,
     ),
     # Plain stores may be for threads alone, which need no such fence.
-    Rule(
+    FenceRule(
         "a matrix in shared memory needs fence.proxy.async",
         r"stmatrix",
         r"fence\.proxy\.async",
         False,
         _ARRIVE,
     ),
-    Rule(
+    FenceRule(
         "a product needs wgmma.wait_group 0",
         r"wgmma\.mma_async",
         r"wgmma\.wait_group\S* 0$",
         False,
         _ARRIVE,
     ),
-    Rule(
+    FenceRule(
         "a copy to device memory needs cp.async.bulk.wait_group 0, then bar.sync",
         r"cp\.(reduce\.)?async\.bulk\.(tensor\.\dd\.)?global\.shared::cta",
         r"cp\.async\.bulk\.wait_group 0$",
         True,
         _REMOTE_ARRIVE,
     ),
-    Rule(
+    FenceRule(
         "a use of shared memory needs bar.sync",
         r"(ld|st|atom|red)\.shared|ldmatrix|stmatrix",
         _BARRIER.pattern,
@@ -97,7 +97,7 @@ def faults(code: Code) -> Iterator[str]:
             ) + ("; the fence is there, the barrier is not" if waits else "")
 
 
-def _early(code: Code, rule: Rule) -> Iterator[tuple[int, tuple[int, bool]]]:
+def _early(code: Code, rule: FenceRule) -> Iterator[tuple[int, tuple[int, bool]]]:
     """Operations before which the rule does not hold, the action, and whether only the barrier is missing."""
     action, fence, before = (re.compile(p) for p in (rule.action, rule.fence, rule.before))
     texts = [f"{x.name} {x.operands}".strip() if "wait_group" in x.name else f"{x.name} " for x in code]

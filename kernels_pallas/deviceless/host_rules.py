@@ -81,7 +81,7 @@ class Descriptor:
 
 
 @dataclass(frozen=True)
-class Launch:
+class HostLaunch:
     """A launch.
 
     Attributes:
@@ -121,7 +121,7 @@ class Host:
     """Host code of one kernel."""
 
     descriptors: tuple[Descriptor, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[HostLaunch, ...]
 
 
 def parse(text: str) -> Host:
@@ -133,7 +133,7 @@ def parse(text: str) -> Host:
     arrays: dict[str, dict[int, int]] = {}
     places: dict[str, tuple[str, int]] = {}
     descriptors: list[Descriptor] = []
-    launches: list[Launch] = []
+    launches: list[HostLaunch] = []
     for line in text.splitlines():
         if array := _ARRAY.search(line):
             arrays[array[1]] = {}
@@ -167,7 +167,7 @@ def _descriptor(arguments: list[str], arrays: dict[str, dict[int, int]]) -> Desc
     return Descriptor(int(element), numbers(sizes), numbers(strides), numbers(box), int(swizzle))
 
 
-def _launch(arguments: list[str]) -> Launch:
+def _launch(arguments: list[str]) -> HostLaunch:
     # The function; grid, cluster, block; shared memory, whether it starts early; stream, arguments.
     x, y, z, cx, cy, cz, bx, by, bz, shared, _ = map(int, arguments[1:-2])
-    return Launch((x, y, z), (cx, cy, cz), (bx, by, bz), shared)
+    return HostLaunch((x, y, z), (cx, cy, cz), (bx, by, bz), shared)

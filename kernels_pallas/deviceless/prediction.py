@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from math import exp, hypot, log
 from statistics import median
 
-from kernels_pallas.check.case import Case, Plan, Work
+from kernels_pallas.check.case import Case, KernelPlan, Work
 from kernels_pallas.check.device import RATES
 from kernels_pallas.deviceless.budget import Budget, budgets
 from kernels_pallas.measured import newest
@@ -35,12 +35,12 @@ START, NODE = 2.1e-6, 0.13e-6
 BAND = 1.3
 
 
-def launch(work: Work, plan: Plan | None, card: str, path: int = 0) -> float:
+def launch(work: Work, plan: KernelPlan | None, card: str, path: int = 0) -> float:
     """Predicted seconds of one launch on a card of `RATES`.
 
     plan: None: the work spread evenly. path: instructions on a warp's path, beside the plan's.
     """
-    cut = plan or Plan(PROCESSORS, work.bytes / PROCESSORS, work.flops / PROCESSORS)
+    cut = plan or KernelPlan(PROCESSORS, work.bytes / PROCESSORS, work.flops / PROCESSORS)
     cycles = cut.waves * cut.flops / TENSOR[work.format]
     memory = work.bytes / (COPY * RATES[card].bandwidth)
     clock = CLOCK if cycles / CLOCK <= memory else LIMITED

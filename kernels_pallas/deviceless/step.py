@@ -30,7 +30,7 @@ Launches = Mapping[str, Case | Work]
 
 
 @dataclass(frozen=True)
-class Step:
+class GpuStep:
     """One GPU's part of a step.
 
     Attributes:
@@ -61,7 +61,7 @@ class Step:
     def product(self, columns: int, terms: int) -> tuple[Case, int]:
         """A linear layer in FP8, and the bytes of its result, all parts of K if its reader sums them."""
         tile = choose_dense_tile(self.tokens, columns, terms)
-        case = fp8_matmul.case("", fp8_matmul.Shape(whole_tiles(self.tokens), columns, terms, tile))
+        case = fp8_matmul.case("", fp8_matmul.DenseShape(whole_tiles(self.tokens), columns, terms, tile))
         return case, self.tokens * columns * (F32 * tile.splits if tile.splits > 1 else BF16)
 
     def plain(self, columns: int, terms: int, size: int = BF16) -> Work:
@@ -79,13 +79,15 @@ class Step:
         q_a, queries = self.product(Q_RANK, HIDDEN)
         kv_a, rows = self.product(RANK + ROPE, HIDDEN)
         o, out = self.product(HIDDEN, heads * NOPE)
-        decode = mla_decode.case("", mla_decode.Shape(heads, self.window, (self.rows,) * self.slots))
+        decode = mla_decode.case("", mla_decode.DecodeShape(heads, self.window, (self.rows,) * self.slots))
         q_b, parts = self.product(heads * (NOPE + ROPE), Q_RANK)
         normed, expansion = HIDDEN * (2 * BF16 + E4M3), self.plain(heads * RANK, NOPE)
         apart = {"rotation": self.moved(2 * BF16 * heads * ROPE), "absorption": expansion}
         if self.absorbs and self.tokens <= MOST:
             size = parts // (self.tokens * heads * (NOPE + ROPE))
-            shape = mla_absorb.Shape(self.window, self.slots, heads, parts=0 if size == BF16 else size // F32)
+            shape = mla_absorb.AbsorbShape(
+                self.window, self.slots, heads, parts=0 if size == BF16 else size // F32
+            )
             apart = {"absorption": mla_absorb.case("", shape)}
         return {
             "norm": self.moved(2 * BF16 * HIDDEN + normed),
@@ -105,7 +107,7 @@ class Step:
         """Launches of a dense MLP."""
         rows, columns = whole_tiles(self.tokens), inner // self.ways
         tile = choose_gated_tile(self.tokens, 1, columns, HIDDEN)
-        gated = fp8_matmul.case("", fp8_matmul.Shape(rows, columns, HIDDEN, tile, gated=True))
+        gated = fp8_matmul.case("", fp8_matmul.DenseShape(rows, columns, HIDDEN, tile, gated=True))
         return {"dense gate and up": gated, "dense down": self.product(HIDDEN, columns)[0]}
 
     def moe(self) -> Launches:
@@ -116,11 +118,13 @@ class Step:
         if laid:  # each expert that is chosen multiplies the rows of all tokens
             rows = (self.tokens,) * round(self.experts * (1 - (1 - CHOSEN / self.experts) ** self.tokens))
         gated = choose_gated_tile(each, min(ids, self.experts), inner, HIDDEN)
-        up = grouped_matmul.Shape(rows, inner, HIDDEN, True, gated, shared=laid)
-        down = grouped_matmul.Shape(rows, HIDDEN, inner, False, choose_tile(each, HIDDEN), shared=laid)
+        up = grouped_matmul.ExpertsShape(rows, inner, HIDDEN, True, gated, shared=laid)
+        down = grouped_matmul.ExpertsShape(rows, HIDDEN, inner, False, choose_tile(each, HIDDEN), shared=laid)
         return {
             "logits": self.plain(self.experts, HIDDEN, F32),
-            "router": router.case("", router.Shape(self.tokens, self.experts, router.DEEPSEEK_V3, own=own)),
+            "router": router.case(
+                "", router.RouterShape(self.tokens, self.experts, router.DEEPSEEK_V3, own=own)
+            ),
             "gate and up": grouped_matmul.case("", up),
             "down": grouped_matmul.case("", down),
             "weighing": self.moved(BF16 * HIDDEN * (CHOSEN + 1)),
@@ -136,7 +140,7 @@ class Step:
     def seconds(self, card: str) -> float:
         """Predicted seconds: the trunk and the head, and for each draft NextN and the head again."""
 
-        def head(step: Step) -> float:
+        def head(step: GpuStep) -> float:
             return total({"head": step.plain(VOCABULARY // self.ways, HIDDEN)})
 
         def total(launches: Launches) -> float:
@@ -161,12 +165,12 @@ def seconds(launches: Launches, card: str) -> dict[str, float]:
 
 # Models of docs/kernels.md, and the part of DeepSeek-V3 that one of eight GPUs has at 128 slots.
 STEPS = {
-    "share, 1 slot, window 1": Step(1, 1, launches=19, experts=128),
-    "share, 1 slot, window 4": Step(1, 4, launches=20, experts=128),
-    "share, 1 slot, window 1, without mla_absorb": Step(1, 1, launches=21, experts=128, absorbs=False),
-    "share, 1 slot, window 4, without mla_absorb": Step(1, 4, launches=23, experts=128, absorbs=False),
-    "one of 8 GPUs, 128 slots, window 4": Step(128, 4, launches=23),
-    "wide, 128 slots, window 4": Step(128, 4, launches=23, ways=1, layers=5, dense=1),
+    "share, 1 slot, window 1": GpuStep(1, 1, launches=19, experts=128),
+    "share, 1 slot, window 4": GpuStep(1, 4, launches=20, experts=128),
+    "share, 1 slot, window 1, without mla_absorb": GpuStep(1, 1, launches=21, experts=128, absorbs=False),
+    "share, 1 slot, window 4, without mla_absorb": GpuStep(1, 4, launches=23, experts=128, absorbs=False),
+    "one of 8 GPUs, 128 slots, window 4": GpuStep(128, 4, launches=23),
+    "wide, 128 slots, window 4": GpuStep(128, 4, launches=23, ways=1, layers=5, dense=1),
 }
 
 

@@ -27,7 +27,7 @@ def arrange(
         counts: int32; ``router.reference.count``; rows past the tokens may hold anything.
         first: int32.
         experts: number of experts; a row of another expert gets no slot.
-        rows: rows of a tile.
+        rows: number of rows of a tile.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 

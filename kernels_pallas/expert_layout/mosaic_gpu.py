@@ -55,7 +55,7 @@ def arrange(
         counts: int32; ``router.reference.count``; rows past the tokens may hold anything.
         first: int32; the first of the experts whose rows are laid out.
         experts: number of experts that are laid out, a multiple of 8.
-        rows: rows of a tile.
+        rows: number of rows of a tile.
         tokens: number of real tokens among T.
         interpret: parameters of Pallas' interpreter; None compiles.
     """

@@ -27,7 +27,7 @@ def fp8_matmul(
         w: e4m3, output features first; b is 1, or 2 for gate and up.
         x_scale: float32 scales of 1x128 blocks of x, transposed.
         w_scale: float32 scales of 128x128 blocks of w.
-        tile: how the work is cut.
+        tile: cut of the work.
         summed: False returns the parts of K, float32 [splits, M, N], for the reader to sum.
         interpret: parameters of Pallas' interpreter; None compiles.
 

@@ -55,9 +55,9 @@ def grouped_matmul(
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
         tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
-        slots: rows of the results, if all tiles multiply the same rows, the first of x, whose scales x_scale
-            begins with. None: each tile has rows of its own, and M rows are returned.
-        tile: how the work is cut. interpret: parameters of Pallas' interpreter; None compiles.
+        slots: number of rows of the results, if all tiles multiply the same rows, the first of x, whose
+            scales x_scale begins with. None: each tile has rows of its own, and M rows are returned.
+        tile: cut of the work. interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
         b = 1: bfloat16 [M, N], or float32 [splits, M, N] parts to be summed when ``splits`` is not 1.

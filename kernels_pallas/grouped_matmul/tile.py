@@ -19,14 +19,14 @@ COMPUTE = 2  # computing warpgroups
 @dataclass(frozen=True)
 class Tile:
     """How the work is cut. Attributes:
-    rows: rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both have
-        all rows and half of the columns, for groups of few rows. 256: two thread blocks, a cluster, have 128
-        each, and share the weights, of which each fetches half; not of a gated product, whose two sums leave
-        no register for the other thread block.
-    columns: output columns per tile; in a gated product columns of gate, and of up.
+    rows: number of rows of x per tile. 128: each computing warpgroup has 64 of them and all columns. 64: both
+        have all rows and half of the columns, for groups of few rows. 256: two thread blocks, a cluster, have
+        128 each, and share the weights, of which each fetches half; not of a gated product, whose two sums
+        leave no register for the other thread block.
+    columns: number of output columns per tile; in a gated product columns of gate, and of up.
     stages: depth of the ring of operands in shared memory.
-    splits: parts of K that are summed apart, for outputs too small to fill the GPU. In a gated product the
-        thread blocks of a cluster have one each.
+    splits: number of parts of K that are summed apart, for outputs too small to fill the GPU. In a gated
+        product the thread blocks of a cluster have one each.
     thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors. The parts of a gated
         product have thread blocks of their own.
     """
@@ -48,12 +48,12 @@ class ProductSizes:
     """Sizes of one call.
 
     Attributes:
-        tile: how the work is cut.
+        tile: cut of the work.
         dtype: dtype of x and w.
         gated: whether there are two products, gate and up.
         rows, columns, terms: M, N and K.
-        tiles: tiles of rows.
-        slots: rows of the results, if all tiles multiply the first rows of x; None: M.
+        tiles: number of tiles of rows.
+        slots: number of rows of the results, if all tiles multiply the first rows of x; None: M.
     """
 
     tile: Tile

@@ -65,7 +65,7 @@ def index_scores(
         page_table: int32.
         seen: int32, see above.
         heads: index heads.
-        splits: parts that a slot's rows are divided into.
+        splits: number of parts that a slot's rows are divided into.
         interpret: parameters of Pallas' interpreter; None compiles.
     """
     slots, groups, columns, _ = q.shape

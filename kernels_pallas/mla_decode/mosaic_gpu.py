@@ -79,7 +79,7 @@ def mla_decode(
         ahead: [B, M / m, 64] int32, m of `rows_per_block`; the first m of a block: bit i is set if the query
             row sees cached row ``length + i``.
         scale: factor of the scores.
-        splits: parts that the rows are divided into.
+        splits: number of parts that the rows are divided into.
         in_place: the output takes the memory of q; not with splits.
         interpret: parameters of Pallas' interpreter, or None.
 

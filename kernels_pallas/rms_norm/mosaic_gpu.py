@@ -41,7 +41,7 @@ def rms_norm(
         addends: bfloat16 or float32, blocks of 128; their number k is a multiple of 4. The s rows of each
             array are summed, and the sums of all arrays. Rows past T are not read.
         weight: any float type.
-        rows: T.
+        rows: number of rows, T.
         eps: added to the mean square.
         total: whether to return the sum in bfloat16. plain: whether the result is wanted in bfloat16.
         quantised: whether it is wanted in e4m3.

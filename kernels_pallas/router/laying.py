@@ -32,8 +32,8 @@ class Laying:
 
     Attributes:
         tokens: number of tokens.
-        rows: rows of the thread block, ``tokens`` and padding.
-        chosen: experts of each token.
+        rows: number of rows of the thread block, ``tokens`` and padding.
+        chosen: number of experts of each token.
         experts: number of experts that are laid out.
     """
 

@@ -9,8 +9,8 @@ class Rule:
     """Sizes of the choice (arXiv 2412.19437, section 2.1.2; arXiv 2405.04434, section 2.1.3).
 
     Attributes:
-        chosen: experts per token.
-        groups: equal parts that the experts are divided into.
+        chosen: number of experts per token.
+        groups: number of equal parts that the experts are divided into.
         kept: number of groups that a token may choose from, by the sums of their two best scores.
         normalise: whether a token's weights are divided by their sum.
         scaling: factor of the weights.

@@ -24,7 +24,7 @@ def top_k(
 
     Args:
         scores: float32, none of them NaN; L at most MOST for "mosaic_gpu".
-        count: at most L.
+        count: number of rows to choose, which must be L at most.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" sorts.
         interpret: parameters of Pallas' interpreter; None compiles.
 

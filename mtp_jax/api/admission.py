@@ -149,7 +149,8 @@ class LazyPrompt:
 
     Attributes:
         make: returns the prompt; called on a worker thread.
-        characters: approximate length of its text; the queue estimates tokens from it until they are counted.
+        characters: number of characters of its text, approximately; the queue estimates tokens from it until
+            they are counted.
     """
 
     make: Callable[[], str | Sequence[int]]

@@ -357,7 +357,7 @@ class AsyncLLM:
     def abort(self, request_id: str | None) -> None:
         """End the request of this name, if there is one; its stream gets a last output.
 
-        None: all requests. Requests of a batch, named ``request_id``_0, _1 and so on, end with its name.
+        None: all requests. The name of a batch ends its requests, ``request_id``_0, _1 and so on.
         """
         self._submissions.abort(request_id)
 

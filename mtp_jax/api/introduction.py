@@ -19,7 +19,7 @@ class Introduction:
     prompts: tuple[str, ...]
 
     def as_json(self) -> JsonObject:
-        """The object that the file has."""
+        """Turns the introduction into the object of its file."""
         return {"about": self.about, "prompts": list(self.prompts)}
 
 

@@ -412,7 +412,7 @@ class LLM:
         return states
 
     def _prepare(self, states: list[PromptState]) -> None:
-        """Compile the programs of these prompts together with the running ones."""
+        """Compile the programs of these prompts together with the running prompts."""
         requests = [c.request for state in states for c in state.completions]
         compiled = len(self.engine.runner.keys)
         with self._report.phase("compile", "executables") as update:

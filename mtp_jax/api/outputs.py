@@ -12,7 +12,7 @@ class CompletionOutput:
     """One completion.
 
     Attributes:
-        index: which of the prompt's n completions.
+        index: number of the completion among the prompt's n.
         text: detokenised; empty without a tokenizer.
         token_ids: emitted tokens, a final stop token included.
         num_tokens: number of tokens; in a delta, tokens of earlier deltas count too.
@@ -24,7 +24,7 @@ class CompletionOutput:
             With deltas, text still held back at the end appears in ``text`` only, not in ``token_texts``.
         drafted: whether each token was a draft; a prefill's first token and each step's last token are not.
         speculation: drafts verified and accepted.
-        decode_seconds: from its first token to its end; None while it runs, and without a token.
+        decode_seconds: seconds from its first token to its end; None while it runs, and without a token.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None after the
             model's own end-of-sequence token, for every other end, and while it runs.
     """
@@ -76,7 +76,7 @@ class RequestOutput:
         outputs: completions, in order.
         prompt_logprobs: per prompt token, if asked for; the first is None.
         timing: time of the first completion to its first token, and to the end of the last completion.
-        cached_tokens: tokens of the prompt whose cache was there already.
+        cached_tokens: number of tokens of the prompt whose cache was there already.
         weight_version: name of the weights that made every token (``LLM.update_weights``); None while it
             waits.
     """

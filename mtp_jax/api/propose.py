@@ -6,7 +6,7 @@ import numpy as np
 
 from mtp_jax.api.session import Session
 from mtp_jax.decode.keys import DraftKey
-from mtp_jax.decode.launches import Draft
+from mtp_jax.decode.launches import DraftLaunch
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
@@ -36,5 +36,5 @@ def propose(engine: Engine, prompt: Iterable[int], depth: int) -> tuple[int, np.
         pass
     if not request.progress.output:
         raise RequestError("the model's numbers are not finite for this prompt: nothing to draft on")
-    tokens, logits = engine.runner.do(Draft(key, request.residence.slot)).read()
+    tokens, logits = engine.runner.do(DraftLaunch(key, request.residence.slot)).read()
     return request.progress.output[0], tokens, logits

@@ -21,7 +21,7 @@ def dequantise(
     Args:
         packed: uint8 [rows, i / 2].
         scale: float32 [rows, i / group].
-        columns: range of columns to write, within [0, i).
+        columns: range of columns to write, which must lie within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
         values: the two values of each byte, from ``pairs``.
     """

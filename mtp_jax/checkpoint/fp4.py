@@ -18,7 +18,7 @@ def dequantise(codes: np.ndarray, scale: np.ndarray, columns: range, out: np.nda
     Args:
         codes: int8 [rows, i / 2].
         scale: float8_e8m0fnu [rows, i / 32].
-        columns: range of columns to write, within [0, i).
+        columns: range of columns to write, which must lie within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
     """
     four_bits.dequantise(codes.view(np.uint8), scale.astype(np.float32), columns, out, _PAIRS)

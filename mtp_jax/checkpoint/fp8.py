@@ -32,7 +32,7 @@ def dequantise(weight: np.ndarray, scale: np.ndarray, first: int, columns: range
         weight: float8_e4m3fn [rows, i], neighbouring rows.
         scale: float32 [blocks of these rows, ceil(i / 128)].
         first: the place of the first row in its block, within [0, 128).
-        columns: range of columns to write, within [0, i).
+        columns: range of columns to write, which must lie within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
     """
     # A table of all 256 values is several times faster than a cast.

@@ -20,7 +20,7 @@ def dequantise(words: np.ndarray, scale: np.ndarray, columns: range, out: np.nda
     Args:
         words: int32 [rows, i / 8]. Words are little-endian in files.
         scale: bfloat16, float16 or float32 [rows, i / group].
-        columns: range of columns to write, within [0, i).
+        columns: range of columns to write, which must lie within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
     """
     packed = np.ascontiguousarray(words).view(np.uint8)

@@ -85,7 +85,7 @@ def make_plan(
     Args:
         model_dir: folder in Hugging Face layout.
         draft_model: folder with the NextN layers or a draft head; None: the layers in ``model_dir``.
-        num_nextn_layers: how many NextN layers to load; None: all, or none beside a head. 0: no DSpark
+        num_nextn_layers: number of NextN layers to load; None: all, or none beside a head. 0: no DSpark
             stages in ``model_dir``, either.
         draft_captures: meaning of a head's list of taps, see ``DraftHead.read``.
     Raises:

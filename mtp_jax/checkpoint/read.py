@@ -127,7 +127,7 @@ def _check_tables(specs: Params, plan: LoadPlan) -> None:
 
 
 def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike) -> np.ndarray:
-    """A parameter as an array of the host."""
+    """Turns a parameter into an array of the host."""
     return read_slice(spec, tensors, kind, (slice(None),) * len(spec.shape))
 
 

@@ -46,7 +46,7 @@ class Tensor:
         dtype: its dtype in safetensors' words, a key of ``DTYPES``.
         shape: its shape.
         start: offset of its first byte in the file.
-        nbytes: its size.
+        nbytes: bytes of its data.
     """
 
     file: "SafetensorsFile | Held"

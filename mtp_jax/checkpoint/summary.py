@@ -51,7 +51,7 @@ class Summary:
         config: the model, with the NextN layers that are present.
         nextn_layout: where the drafter is: "in place", "lmsys NextN", "xLLM export", "Orbax", a head's kind,
             or "declared" where there is no tensor at all; None without any.
-        files: how many safetensors files there are.
+        files: number of safetensors files.
         stored: tensors on disk that will be read, by dtype ("BF16", "F8_E4M3", ...).
         parameters: number in the trunk, embedding and head included (tied tables count once).
         active_parameters: number in the trunk that one token uses.
@@ -60,7 +60,7 @@ class Summary:
         weight_bytes: memory for all parameters, by engine dtype, and where weights are narrow by their format
             ("fp8", "int4", "fp4 and fp8"): weights in a narrow format stay in it, the rest is bfloat16.
         weight_bytes_per_device: the same, of each device of a 1 x N mesh.
-        weight_bytes_on_cpu: memory for all parameters on a CPU. An engine there computes in float32, but
+        weight_bytes_on_cpu: bytes of all parameters on a CPU. An engine there computes in float32, but
             projections, embedding and head stay in memory as they are stored.
         cache_bytes_per_token: cache of all layers, the drafter's included, by engine dtype and as FP8 rows.
         unread: tensors of a multimodal checkpoint outside its text model, which are not read, by part.
@@ -86,7 +86,7 @@ class Summary:
         return sum(s.nbytes for s in self.stored.values())
 
     def text(self) -> str:
-        """The summary as lines for people."""
+        """Turns the summary into lines for people."""
         c, head = self.config, head_of(self.config)
         moe = sum(map(c.is_moe, range(c.num_hidden_layers)))
         kinds = ", ".join("MoE" if m else "dense" for m in c.nextn_moe)

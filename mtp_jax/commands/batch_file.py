@@ -42,12 +42,12 @@ class Counts:
     """Lines of the input without blank lines.
 
     Attributes:
-        skipped: lines that an earlier run has done.
+        skipped: number of lines that an earlier run has done.
         failed_before: number of skipped lines that failed in that run.
-        succeeded: answered with status 200.
-        failed: answered with another status, or no requests.
-        tokens: tokens of the answers.
-        warned: answered with a warning; the first warning is kept.
+        succeeded: number of requests that were answered with status 200.
+        failed: number of lines that were answered with another status, or are no requests.
+        tokens: number of tokens of the answers.
+        warned: number of requests that were answered with a warning; the first warning is kept.
     """
 
     skipped: int = 0

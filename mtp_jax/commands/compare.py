@@ -31,11 +31,11 @@ class Medians:
     """Medians over the runs of one side.
 
     Attributes:
-        depth: drafts per step, or most drafts of adaptive depth.
-        tokens_per_second: after the first token; 0.0 with fewer than two tokens.
+        depth: number of drafts per step, or most drafts of adaptive depth.
+        tokens_per_second: tokens per second after the first token; 0.0 with fewer than two tokens.
         first_token: seconds from the request to its first token.
         finished: seconds from the request to its end.
-        acceptance_length: tokens per step.
+        acceptance_length: number of tokens per step.
     """
 
     depth: int

@@ -56,13 +56,13 @@ class ExpertLayout:
     """The fixed part of the routed experts' placement: numbers of layers, experts, slots and devices.
 
     Attributes:
-        layers: MoE layers.
+        layers: number of MoE layers.
         experts: number of experts of each layer.
         slots: number of slots of each layer, which hold experts; split evenly over devices.
         devices: number of devices that they lie on.
         domains: number of groups of devices, between which rows take an all-to-all; 1: all rows are gathered.
         groups: number of groups of neighbouring experts, few of which a row chooses.
-        width: most copies of an expert.
+        width: number of copies that an expert has at most.
     """
 
     layers: int
@@ -86,7 +86,7 @@ class Chunk:
     Attributes:
         slot: the slot of each row's request, in the row's data shard; past the last slot for an idle row.
         start: position of the first token.
-        count: number of real tokens, at most T; the tokens behind them are padding.
+        count: number of real tokens, which must be T at most; the tokens behind them are padding.
         final: whether the prompt ends here.
         tokens: the tokens, padded to T.
         targets: the token after each token, for prompt log-probabilities; -1 where a request wants none.

@@ -27,9 +27,9 @@ class TreeShape:
     """Sizes of the trees that a drafter grows (``drafter/grow.py``), or of the one tree that is given.
 
     Attributes:
-        topk: children of a node, and nodes of a step that get children in the next one.
+        topk: number of children of a node, and nodes of a step that get children in the next one.
         steps: most drafts on the way to a node.
-        nodes: drafts of a tree, the best of all that were found.
+        nodes: number of drafts of a tree, the best of all that were found.
         ways: the nodes of the tree that is given, parents first; none of trees that grow. topk is the number
             of ranks then.
     """
@@ -128,7 +128,7 @@ class Finish(IntEnum):
     NAN = 3
 
 
-class Source(IntEnum):
+class Origin(IntEnum):
     """The drafter that a row's drafts come from."""
 
     NEXTN = 0
@@ -146,15 +146,15 @@ class StepKey:
 
     Attributes:
         slots: 0: no windows.
-        depth: drafts of each slot.
-        pages: page-table columns.
+        depth: number of drafts of each slot.
+        pages: number of page-table columns.
         mode: static sampling choices.
         tokens: number of tokens of each prompt; 0: no chunk.
         prompts: number of prompts per data shard.
         prompt_logprobs: number of log-probabilities per token of a prompt, besides its own; None: none.
-        window: drafts that the executable's windows have room for; None: ``depth``.
-        kept: drafts per slot that are verified, on average over all slots: the likeliest of all (see
-            ``ranking``); None: every draft.
+        window: number of drafts that the executable's windows have room for; None: ``depth``.
+        kept: number of drafts per slot that are verified, on average over all slots: the likeliest of all
+            (see ``ranking``); None: every draft.
     """
 
     slots: int
@@ -178,7 +178,7 @@ class StepKey:
         return self if self.window is None else replace(self, depth=self.window, window=None)
 
     def at(self, depth: int) -> "StepKey":
-        """The key of this executable with ``depth`` drafts, at most its room."""
+        """The key of this executable with ``depth`` drafts, which must be its room at most."""
         return self.program if depth == self.room else replace(self, depth=depth, window=self.room)
 
     @property

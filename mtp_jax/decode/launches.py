@@ -62,7 +62,7 @@ class Update(Launch[None]):
 
 
 @dataclass(frozen=True)
-class Step(Launch[Result]):
+class StepLaunch(Launch[Result]):
     """Draft and verify, and prefill the chunk, if any, which is padded to the key's sizes.
 
     A structured step needs masks, so the host waits for its drafts. A step with ``key.kept`` needs an
@@ -83,7 +83,7 @@ class Step(Launch[Result]):
 
 
 @dataclass(frozen=True)
-class Draft(Launch[tuple[np.ndarray, np.ndarray]]):
+class DraftLaunch(Launch[tuple[np.ndarray, np.ndarray]]):
     """Only draft, for one slot: (tokens int32 [K], logits float32 [K, V])."""
 
     key: DraftKey
@@ -265,7 +265,7 @@ class DeviceRunner(Runner):
 
     def _do(self, launch: Launch[Any], masks: MaskMaker | None) -> Pending[Any]:
         at = self.clock()
-        step = launch.key if isinstance(launch, Step) else None
+        step = launch.key if isinstance(launch, StepLaunch) else None
         defers = step is not None and not step.room and not step.tokens and self.deferral > 0
         if launch.flushes and not (defers and self._deferred < self.deferral):
             self.flushed()

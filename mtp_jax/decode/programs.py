@@ -21,7 +21,7 @@ from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafts
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, Source, StepKey, cheapest, name_of
+from mtp_jax.decode.keys import DraftKey, Key, Origin, PageKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import DraftAlone, Step
@@ -214,7 +214,7 @@ class Programs:
             return jax.jit(run, out_shardings=self._everywhere).trace(self._params, self._state, _NUMBER)
         run = _named(Step(self.decoding, key), name_of(key))
         jitted = jax.jit(run, donate_argnums=1, out_shardings=self._out())
-        estimate = jax.ShapeDtypeStruct((len(Source), key.depth, 2), jnp.float32)
+        estimate = jax.ShapeDtypeStruct((len(Origin), key.depth, 2), jnp.float32)
         given = self._chunk(key), _NUMBER, None if key.kept is None else estimate
         return jitted.trace(self._params, self._state, *given)
 

@@ -59,7 +59,7 @@ class LocalRunner(DeviceRunner):
         self._shape = shape
 
     def take(self, params: Params) -> None:
-        """Run with these parameters from now on, of the same shapes as the old ones.
+        """Run with these parameters from now on, of the same shapes as the old parameters.
 
         ``params`` may hold shapes alone; then no launch is possible.
         """
@@ -99,9 +99,9 @@ class LocalRunner(DeviceRunner):
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         """Launch one operation. Raises ConfigError where the cache cannot be allocated."""
         match launch:
-            case launches.Step():
+            case launches.StepLaunch():
                 return self._step(launch, masks)
-            case launches.Draft(key, slot):
+            case launches.DraftLaunch(key, slot):
                 tokens, logits = self.programs.draft(key, self.params, self.state, slot)
                 return lambda: (np.asarray(tokens)[slot], np.asarray(logits)[slot])
             case launches.ReadPages(shard, pages):
@@ -132,7 +132,7 @@ class LocalRunner(DeviceRunner):
                 raise TypeError(f"{launch!r:.80} is no launch")
         return lambda: None
 
-    def _step(self, launch: launches.Step, masks: MaskMaker | None) -> Callable[[], Result]:
+    def _step(self, launch: launches.StepLaunch, masks: MaskMaker | None) -> Callable[[], Result]:
         """Launch a step; a structured step is two launches, between which the drafts are read."""
         key, chunk = launch.key, launch.chunk
         if not key.mode.structured:

@@ -73,7 +73,7 @@ class Step:
     ) -> tuple[State, StepResult]:
         """Draft, verify, emit 1 to wanted + 1 tokens per slot, and the first token of prompts that end.
 
-        wanted: number of drafts, ``key.depth`` at most; None: ``key.depth``. estimate: slope
+        wanted: number of drafts, which must be ``key.depth`` at most; None: ``key.depth``. estimate: slope
         and bias for ``ranking.survival``, where ``key.kept`` is set. Raises ConfigError.
         """
         state, drafts = self.draft(params, state, None, wanted) if self.key.slots else (state, None)

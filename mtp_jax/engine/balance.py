@@ -28,10 +28,12 @@ class ExpertStats:
 
     Attributes:
         readings: number of times that counts were read.
-        moves: experts copied from slot to slot.
-        imbalance: load of the busiest device over the mean, by the counts read last, the mean of all layers.
+        moves: number of experts copied from slot to slot.
+        imbalance: ratio of the busiest device's load to the mean, by the counts read last, the mean of all
+            layers.
         worst: the imbalance of the layer where it is largest.
-        over: passes through a layer whose all-to-all had no room for all rows, so that they were gathered.
+        over: number of passes through a layer whose all-to-all had no room for all rows, so that they were
+            gathered.
     """
 
     readings: int = 0
@@ -49,7 +51,7 @@ class Balancer:
     """
 
     def __init__(self, layout: ExpertLayout, runner: Runner, period: int) -> None:
-        """period: launches between two readings; 0: never."""
+        """period: number of launches between two readings; 0: never."""
         self._layout, self._runner, self._period = layout, runner, period
         self.placed = np.tile(first_placement(layout.experts, layout.slots), (layout.layers, 1))
         # Placements keep groups on hosts where hosts divide the groups.

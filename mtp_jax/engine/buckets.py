@@ -18,7 +18,7 @@ class Sizes:
 
     Attributes:
         slots: factor between the slots of steps, from 1 to max_num_seqs.
-        chunk: tokens of the shortest chunk of a prompt.
+        chunk: number of tokens of the shortest chunk of a prompt.
         chunks: factor between the lengths of chunks, up to prefill_chunk.
         prompts: most prompts per data shard in one chunk.
         pages: factor between the widths of page tables, down from that of the longest request.
@@ -99,7 +99,7 @@ class Buckets:
     ) -> StepKey:
         """The smallest key for a step of ``depth`` drafts over these requests and prompts.
 
-        kept: drafts per slot that it verifies, if it does not verify all.
+        kept: number of drafts per slot that it verifies, if it does not verify all.
         """
         config, mode, pages = self._config, self.mode(running), 0
         slots = max((r.residence.slot + 1 for r in running), default=0)
@@ -226,7 +226,7 @@ class Buckets:
         return sizes[::-1]
 
     def server(self, structured: bool) -> tuple[list[Key], list[Key]]:
-        """Programs of a server: a few that serve any request, and cheaper programs, the likely ones first.
+        """Programs of a server: a few that serve any request, and cheaper programs, the likely first.
 
         Where one program serves every depth, ``_few`` are enough. Elsewhere there is a program where it
         computes much less than the next larger one, as every program costs memory (docs/programs.md).

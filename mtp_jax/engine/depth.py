@@ -25,13 +25,13 @@ class DepthPolicy:
 
     Attributes:
         budget: share of a bucket's time that the probes of one depth may lose.
-        memory: steps after which an observation of drafts and of ended rows counts 1/e.
+        memory: number of steps after which an observation of drafts and of ended rows counts 1/e.
         kept: number of newest measurements whose median is a depth's cost, or the machine's pace.
-        block: steps of a probe: its first half settles the caches, its second half is measured.
+        block: number of steps of a probe: its first half settles the caches, its second half is measured.
         margin: share of a step's time that another depth must save before it replaces the incumbent; a probe
             is taken to lose this share at least.
-        prior: acceptance of a draft before any was observed.
-        weight: drafts that the prior counts for.
+        prior: share of drafts that are accepted before any was observed.
+        weight: number of drafts that the prior counts for.
     """
 
     budget: float = 0.005

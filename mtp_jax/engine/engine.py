@@ -23,8 +23,8 @@ from mtp_jax.decode.keys import (
     SOURCE,
     Finish,
     Key,
+    Origin,
     PageKey,
-    Source,
     StepKey,
 )
 from mtp_jax.decode.launches import Pending, Runner
@@ -335,7 +335,7 @@ class Engine:
     def _run(self, key: StepKey, chunk: Chunk | None, running: Sequence[Request]) -> Pending[Result]:
         masks = self._masks(key, running) if key.mode.structured else None
         estimate = None if key.kept is None else self.depth.estimate
-        return self.runner.do(launches.Step(key, chunk, estimate), masks)
+        return self.runner.do(launches.StepLaunch(key, chunk, estimate), masks)
 
     def _masks(self, key: StepKey, running: Sequence[Request]) -> MaskMaker:
         rows, shape = [(r.residence.slot, r) for r in running], (key.slots, key.room + 1)
@@ -374,7 +374,7 @@ class Engine:
         count, finish = extra[COUNT], Finish(extra[FINISH])
         if row < launch.key.slots:
             own.rows_bound -= launch.width - count
-            own.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]], [Source(extra[SOURCE])])
+            own.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]], [Origin(extra[SOURCE])])
         if advanced := count > 0 or finish is not Finish.RUNNING:
             self._emit(request, tokens[:count], finish, extra[ACCEPTED])
         reason = self._reason(request, finish, tokens[:count])
@@ -434,7 +434,7 @@ class Engine:
         extra = result.packed[slots, launch.columns :]
         drafted, accepted = extra[:, DRAFTED].tolist(), extra[:, ACCEPTED].tolist()
         for d, a, source in zip(drafted, accepted, extra[:, SOURCE].tolist(), strict=True):
-            c.verified(d, a, Source(source))
+            c.verified(d, a, Origin(source))
         seconds += self._deferring(key)
         c.stepped(key.depth, seconds)
         depths, counts = [r.depth for _, r in launch.rows], extra[:, COUNT].tolist()

@@ -21,7 +21,7 @@ class Terms(TypedDict, total=False):
         priority: lower numbers are served first; 0 unless given.
         timeout: seconds from its arrival after which it ends with the tokens it has; None: never.
         cache_salt: only requests of the same salt share cached pages.
-        spare: further tokens its pages hold from the start.
+        spare: number of further tokens its pages hold from the start.
         arrived: seconds of the runner's clock at its arrival; None: the time when it is queued.
         holdable: whether ``Engine.hold`` keeps it in the queue; True unless given.
     """
@@ -53,10 +53,10 @@ class Progress:
         output: tokens emitted.
         drafted: whether each token of the output was a draft.
         stop_reason: the stop string or stop token that ended it; None: the model itself, or no stop.
-        inflight: launches that have not been read.
-        unread: unread launches that will hold at least one token.
-        rows_bound: the most tokens that the sequence can have once all launches are read.
-        cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        inflight: number of launches that have not been read.
+        unread: number of unread launches that will hold at least one token.
+        rows_bound: number of tokens that the sequence can have at most once all launches are read.
+        cached_tokens: number of prompt tokens found in the prefix cache at its first admission.
         weight_version: name of the weights that it ran with last; None before its first admission.
         arrived: seconds of the runner's clock when the request came; 0 until it is queued.
     """

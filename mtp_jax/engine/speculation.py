@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Speculation:
 
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
-    source_per_step: list[Source] = field(default_factory=list)
+    source_per_step: list[Origin] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -39,7 +39,7 @@ class Speculation:
         """Number of drafts accepted."""
         return sum(self.accepted_per_step)
 
-    def of(self, source: Source) -> "Speculation":
+    def of(self, source: Origin) -> "Speculation":
         """Counts of the steps whose drafts came from this source."""
         chosen = [i for i, own in enumerate(self.source_per_step) if own == source]
         accepted, drafted = (
@@ -50,7 +50,7 @@ class Speculation:
     @property
     def drafter(self) -> "Speculation":
         """Counts of the steps whose drafts are the drafter's, and no suffix matches."""
-        return self.of(Source.NEXTN)
+        return self.of(Origin.NEXTN)
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:

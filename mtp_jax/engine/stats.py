@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from copy import copy
 from dataclasses import dataclass, field, fields
 
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.store.tier import HostTier, TierStats
@@ -42,7 +42,7 @@ class Histogram:
 
 
 def _by_source() -> Counter[str]:
-    return Counter(dict.fromkeys((source.name.lower() for source in Source), 0))
+    return Counter(dict.fromkeys((source.name.lower() for source in Origin), 0))
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Counters:
     """Running totals. Only the engine changes them.
 
     Attributes:
-        generation_tokens: emitted tokens, also tokens that a stop string cut off.
-        prefix_queries: prompt tokens looked up in the prefix cache.
+        generation_tokens: number of emitted tokens, also tokens that a stop string cut off.
+        prefix_queries: number of prompt tokens looked up in the prefix cache.
         hits_by_tier: looked-up tokens that were found, by place: "device" or "host".
         drafted_by_source: drafts verified, by drafter: "nextn" or "suffix".
         accepted_by_source: drafts accepted, by drafter.
@@ -97,7 +97,7 @@ class Counters:
         self.finished[before or ""] -= 1
         self.finished[reason] += 1
 
-    def verified(self, drafted: int, accepted: int, source: Source) -> None:
+    def verified(self, drafted: int, accepted: int, source: Origin) -> None:
         """Count one row of one step."""
         name = source.name.lower()
         self.drafted_by_source[name] += drafted
@@ -142,10 +142,11 @@ class EngineStats(Counters):
     Attributes:
         slots: lengths of prompt and output, status and number of pages of each request that has a slot.
         waiting: number of requests without a slot.
-        pages_used: pages held by requests.
-        pages_cached: pages that only the prefix cache keeps.
+        pages_used: number of pages held by requests.
+        pages_cached: number of pages that only the prefix cache keeps.
         tier: the host's memory as a tier of the prefix cache.
-        realised_speedup: speed-up of recent steps (``DepthController.speedup``); None while unknown.
+        realised_speedup: ratio of speeds, with drafts and without, of recent steps
+            (``DepthController.speedup``); None while unknown.
         experts: counts and moves of experts; None where no experts are counted.
     """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Offered:
     """The drafts that one step made for its rows.
 
     Attributes:
-        source: ``Source`` of each row's drafts.
+        source: ``Origin`` of each row's drafts.
         margins: see ``Drafts.margins``.
         verified, accepted: number of drafts, of each row.
     """
@@ -41,11 +41,11 @@ class Survival:
     def __init__(self, most: int, memory: float, prior: float, weight: float) -> None:
         """Before any draft was observed it is accepted with probability ``prior``.
 
-        most: drafts of the deepest step. memory: steps after which an observation counts 1/e. weight: drafts
-        that the prior counts for.
+        most: number of drafts of the deepest step. memory: steps after which an observation counts 1/e.
+        weight: number of drafts that the prior counts for.
         """
         self._fade = 1 - 1 / memory
-        shape = len(Source), most
+        shape = len(Origin), most
         self._fit = np.zeros((*shape, 2))
         self._fit[..., 1] = np.log(prior / (1 - prior))
         # The prior knows of each position's mean, and of a slope only that it is not large.

@@ -207,7 +207,7 @@ def places(
 ) -> tuple[Int[Array, " r"], Int[Array, " r"], Bool[Array, " r"]]:
     """Page and offset of every row, and whether the row is written at all.
 
-    count, size: pages, and rows of each. A row that is not written gets the last page.
+    count, size: number of pages, and of rows of each. A row that is not written gets the last page.
     """
     columns = page_table.shape[1]
     inside = (written >= 0) & (written < columns * size)

@@ -193,7 +193,7 @@ class HyperConfig:
 
     Attributes:
         streams: number of streams.
-        iterations: normalisations of the matrix that mixes them, columns and rows in turn.
+        iterations: number of normalisations of the matrix that mixes them, columns and rows in turn.
         eps: added to sums and gates.
     """
 

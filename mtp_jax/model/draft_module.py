@@ -218,11 +218,12 @@ def seen(k: int, positions: Int[Array, "B W"]) -> Visible:
 def seen_by_draft(
     step: Int[Array, ""] | int, layers: int, length: Int[Array, " B"], active: Bool[Array, " B"]
 ) -> Visible:
-    """Rows of its layer that the draft of ``step`` sees, ``step`` modulo ``layers``, in slots of that length.
+    """Rows that the draft of ``step`` sees in its layer, of number ``step`` modulo ``layers``.
 
     Rows past the newest token's exist where the layer has drafted before, every ``layers`` positions, and of
-    the drafts before its first own, as the layers ran on each other's rows. step: an array with one layer
-    only.
+    the drafts before its first own, as the layers ran on each other's rows.
+
+    length: number of rows of each slot. step: must be an int where there are several layers.
     """
     if layers == 1:
         layer, drafted = 0, (jnp.int32(1) << step) - 1

@@ -21,7 +21,7 @@ NORM_EPS = 1e-6
 Choice = tuple[Int[Array, "_B _W _K"] | None, ...]
 """Rows that the tokens of each part of a pass attend to, or NOTHING (-1); None: all rows that they see.
 
-Empty where no layer has chosen: in a model without an indexer, or before a layer with one.
+Empty where no layer has chosen yet, or the model has no indexer.
 """
 
 

@@ -28,7 +28,7 @@ class Recent:
         slots: each slot's, [slots, R, c].
         pages: the last n tokens of each page, [P, n, c], and the first channels alone where a next page
             reads no others; None where no page reads another one's.
-        page_size: tokens of a page.
+        page_size: number of tokens of a page.
     """
 
     slots: RecentRows

@@ -10,8 +10,8 @@ class Room:
     """Bytes of one device.
 
     Attributes:
-        total: its memory.
-        fraction: the share of memory that may be taken.
+        total: bytes of its memory.
+        fraction: share of memory that may be taken.
         taken: bytes of weights, and of all other data that is allocated before the cache.
         programs: the most bytes that programs need: activations, buffers, code.
     """

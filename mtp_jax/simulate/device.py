@@ -15,7 +15,7 @@ import numpy as np
 
 from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import Chunk, MaskMaker, Result, SlotRow, TopLogprobs
-from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Source, StepKey
+from mtp_jax.decode.keys import EXTRA_COLUMNS, Finish, Origin, StepKey
 from mtp_jax.decode.launches import Launch
 from mtp_jax.simulate.language import MASK, NAN, Language, mix
 from mtp_jax.simulate.memory import Slot, SlotMemory, Violation
@@ -85,7 +85,7 @@ class Simulated(NoPrograms):
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         match launch:
-            case launches.Step(key, chunk, estimate):
+            case launches.StepLaunch(key, chunk, estimate):
                 return self._step(key, chunk, estimate, masks)
             case launches.Admit(slot, row, page):
                 self._admit(slot, row, page)
@@ -101,7 +101,7 @@ class Simulated(NoPrograms):
             case launches.WritePages(shard, pages, data):
                 for array, new in zip(self._memory.arrays, data, strict=True):
                     array[self._memory.numbers(shard, pages)] = new
-            case launches.Draft(key, slot):
+            case launches.DraftLaunch(key, slot):
                 return self._draft(key.depth, slot)
             case launches.ReleaseCache():
                 self._release()
@@ -235,7 +235,7 @@ class Simulated(NoPrograms):
     ) -> dict[int, list[int]]:
         """The drafts that a step verifies which does not verify all."""
         shards, most = self._memory.shards, np.array([len(drafts.get(i, ())) for i in range(key.slots)])
-        given, count = estimate[Source.NEXTN], (key.kept or 0) * key.slots // shards
+        given, count = estimate[Origin.NEXTN], (key.kept or 0) * key.slots // shards
         parts = zip(np.split(margins, shards), np.split(most, shards), strict=True)
         counts = np.concatenate([likeliest(own, room, given, count) for own, room in parts])
         return {i: own[: counts[i]] for i, own in drafts.items()}
@@ -387,7 +387,7 @@ class Simulated(NoPrograms):
         packed = np.full((len(rows), width + EXTRA_COLUMNS), -1, np.int32)
         for i, row in enumerate(rows):
             packed[i, : len(row.tokens)] = row.tokens
-            packed[i, width:] = [len(row.tokens), row.accepted, row.drafted, row.finish, Source.NEXTN]
+            packed[i, width:] = [len(row.tokens), row.accepted, row.drafted, row.finish, Origin.NEXTN]
         top = None
         if key.mode.logprobs is not None:
             scored = [[*zip(row.before, row.tokens, strict=False)] for row in rows]

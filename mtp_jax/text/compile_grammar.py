@@ -76,8 +76,8 @@ class CompiledGrammar:
     """A grammar in llguidance's form and a matcher at its beginning.
 
     Attributes:
-        seconds: processor time of the compilation.
-        held: approximate bytes of its memory.
+        seconds: seconds of processor time that the compilation took.
+        held: bytes of its memory, approximately.
     """
 
     grammar: str

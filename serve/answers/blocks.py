@@ -15,7 +15,7 @@ class Block:
     """A block, with its text so far.
 
     Attributes:
-        index: its number among all blocks.
+        index: number of the block among all blocks.
         pieces: pieces of its text, each with some of it.
         id, name: id and name of a call of either kind.
     """

@@ -136,7 +136,7 @@ class Call(ABC):
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, as bytes."""
+        """Turns the outputs of a stream into events, in bytes."""
         yield self._written(self.begin())
         async with aclosing(self._outputs()) as growing:
             async for prompt, output in growing:

@@ -185,5 +185,5 @@ def _by_name(name: Callable[[int], str], scores: dict[int, Logprob]) -> dict[str
 
 
 def finite(score: Logprob) -> float:
-    """The log-probability as a number that JSON can express."""
+    """Turns the log-probability into a number that JSON can express."""
     return max(score.logprob, _LEAST)

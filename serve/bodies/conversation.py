@@ -234,7 +234,7 @@ class Conversation(Switches):
         return self.continue_final_message is True or self.messages[-1].continues
 
     def turns(self) -> list[JsonObject]:
-        """The messages as chat templates expect them."""
+        """Turns the messages into the form that chat templates expect."""
         *before, last = [message.for_template() for message in self.messages]
         return [*before, last if self.task is None else {**last, "task": self.task}]
 

@@ -56,7 +56,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
 def named(name: str) -> JsonObject:
-    """The choice of one function, as the chat route has it."""
+    """Turns the choice of one function into the chat route's form."""
     return {"type": "function", "function": {"name": name}}
 
 

@@ -8,7 +8,7 @@ import pytest
 from mtp_jax import LLM, SamplingParams, Speculation
 from mtp_jax.api.demo import demo_model
 from mtp_jax.decode.drafter.suffix import SHORTEST
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.lab.bench import corpus
 
 # What they do to a text is shown by tests/decode/drafter on small models: this is of the embedded one.
@@ -58,7 +58,7 @@ def test_a_copying_task(llm: LLM, held_out: list[list[int]]) -> None:
         got, spec = run(llm, [prompt], temperature=0)
         assert got == [text]
         assert spec.acceptance_length >= 4
-        assert spec.of(Source.SUFFIX).accepted > spec.of(Source.NEXTN).accepted
+        assert spec.of(Origin.SUFFIX).accepted > spec.of(Origin.NEXTN).accepted
 
 
 @pytest.mark.parametrize("depth", [1, 3, DEPTH])
@@ -71,7 +71,7 @@ def test_held_out_text(llm: LLM, held_out: list[list[int]], depth: int) -> None:
     text, both = run(llm, held_out, **params)
     told, alone = run(llm, held_out, suffix_drafts=False, **params)
     assert text == told
-    assert both.of(Source.SUFFIX).accepted > 0
+    assert both.of(Origin.SUFFIX).accepted > 0
     assert alone.accepted > 0
     assert rate(both) >= rate(alone)
 
@@ -83,4 +83,4 @@ def test_held_out_text_that_is_sampled(llm: LLM, held_out: list[list[int]]) -> N
         assert run(llm, [prompt], temperature=0.6, seed=i) == told
         assert told[1].accepted > 0
     _, asked = run(llm, held_out[:8], temperature=0.6, seed=0, suffix_drafts=True)
-    assert asked.of(Source.SUFFIX).accepted > 0
+    assert asked.of(Origin.SUFFIX).accepted > 0

@@ -19,7 +19,7 @@ from mtp_jax.decode.arrays import Chunk
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafter
-from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, SamplingMode, Source, StepKey
+from mtp_jax.decode.keys import ACCEPTED, DRAFTED, SOURCE, Origin, SamplingMode, StepKey
 from mtp_jax.decode.sampling import adjust, distribution, neutral_state
 from mtp_jax.decode.state import State, StateShape
 from mtp_jax.decode.step import Step
@@ -162,7 +162,7 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
     columns, counts = [np.asarray(first.packed)[:, :1]], []
     key, ranked = StepKey(slots, DEPTH, 1, mode, kept=case.kept), case.kept is not None
     step = Step(Decoding(Model(case.cfg, ON), case.drafter, margins=ranked), key)
-    estimate = np.ones((len(Source), DEPTH, 2), np.float32) if ranked else None
+    estimate = np.ones((len(Origin), DEPTH, 2), np.float32) if ranked else None
     whole, *halves = (jax.jit(f, donate_argnums=1) for f in (step, step.draft, step.verify))
     for _ in range(LENGTH - 1):
         if grammar:
@@ -179,7 +179,7 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
         columns.append(packed[:, : DEPTH + 1])
         extra = packed[:, DEPTH + 1 :]
         row = extra[:, [ACCEPTED, DRAFTED]]
-        counts.append(np.concatenate([row, row * (extra[:, [SOURCE]] == Source.SUFFIX)], axis=1))
+        counts.append(np.concatenate([row, row * (extra[:, [SOURCE]] == Origin.SUFFIX)], axis=1))
     everything = np.concatenate(columns, axis=1)
     order = np.argsort(everything < 0, axis=1, kind="stable")  # the emitted ones first, in order
     return Emitted(np.take_along_axis(everything, order, 1)[:, :LENGTH], *np.sum(counts, axis=0).T)

@@ -14,7 +14,7 @@ from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.heads.build import build
 from mtp_jax.model.backend import Backend, xla
@@ -37,7 +37,7 @@ def slots(depth: list[int], idle: int | None = None) -> Slots:
     return zeroed(state).replace(depth=np.array(depth), active=np.arange(SLOTS) != idle)
 
 
-def drafts(margins: np.ndarray, source: int = Source.NEXTN) -> Drafts:
+def drafts(margins: np.ndarray, source: int = Origin.NEXTN) -> Drafts:
     tokens, number = np.zeros((SLOTS, K), np.int32), np.full(SLOTS, K)
     given: list[Any] = [tokens, number, np.full(SLOTS, source), None, None]
     return Drafts(*given, margins=jnp.asarray(margins))
@@ -93,7 +93,7 @@ def test_a_broken_drafter_comes_last():
 
 
 def test_each_source_has_its_own_estimate():
-    margins, sources = np.full((2, K), 3, np.float32), np.array([*Source])
+    margins, sources = np.full((2, K), 3, np.float32), np.array([*Origin])
     found = jax.jit(ranking.survival)(margins, sources, ESTIMATE)
     want = (1 / (1 + np.exp([[-1.4], [-0.8]]))) ** np.arange(1, K + 1)
     near(found, want, terms=6 * K)  # a factor's product, sum, exponential, sum, quotient, and the product

@@ -16,14 +16,14 @@ from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import (
     Admit,
     AllocateCache,
-    Draft,
+    DraftLaunch,
     Launch,
     Move,
     MoveExpert,
     ReadExperts,
     ReadPages,
     ReleaseCache,
-    Step,
+    StepLaunch,
     Update,
     WritePages,
 )
@@ -127,8 +127,8 @@ OPERATIONS: dict[str, Launch[Any]] = {
     "admit": Admit(0, SlotRow(*[NOTHING] * 6), None),
     "move": Move(1, 0),
     "update": Update(np.ones(4, bool), np.zeros((4, 4), np.int32)),
-    "step": Step(DEEP),
-    "draft": Draft(DraftKey(3, 1), 0),
+    "step": StepLaunch(DEEP),
+    "draft": DraftLaunch(DraftKey(3, 1), 0),
     "read_experts": ReadExperts(),
     "read_pages": ReadPages(0, (1,)),
     "write_pages": WritePages(0, (1,), (np.zeros((1, 3)),)),
@@ -153,12 +153,12 @@ def test_what_leaves_is_read_before_every_launch_that_writes():
         log.clear()
         runner.do(launch)
         read = [e for e in log if " " not in e][:-1]
-        assert read == (["read_pages"] if isinstance(launch, Step | WritePages) else [])
+        assert read == (["read_pages"] if isinstance(launch, StepLaunch | WritePages) else [])
 
 
 def test_a_cache_is_given_back_once_deferred_work_is_done():
     runner, log = stubbed()
-    runner.do(Step(PLAIN))
+    runner.do(StepLaunch(PLAIN))
     log.clear()
     runner.do(ReleaseCache())
     assert [e for e in log if " " not in e] == ["flush"]
@@ -167,19 +167,19 @@ def test_a_cache_is_given_back_once_deferred_work_is_done():
 def test_a_chunk_waits_for_deferred_work_and_defers_none():
     runner, log = stubbed()
     filling = replace(PLAIN, tokens=16, prompts=1)
-    runner.do(Step(PLAIN))
+    runner.do(StepLaunch(PLAIN))
     log.clear()
     for _ in range(2):
-        runner.do(Step(filling, Chunk(*[NOTHING] * 8)))
-    runner.do(Step(DEEP))
+        runner.do(StepLaunch(filling, Chunk(*[NOTHING] * 8)))
+    runner.do(StepLaunch(DEEP))
     assert [e for e in log if " " not in e] == ["flush", "step", "step", "step"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_deferred_work_is_done_before_anything_else_runs(name):
     runner, log = stubbed()
-    runner.do(Step(PLAIN))
-    runner.do(Step(PLAIN))
+    runner.do(StepLaunch(PLAIN))
+    runner.do(StepLaunch(PLAIN))
     log.clear()
     runner.do(OPERATIONS[name])
     assert [e for e in log if " " not in e] == ["flush", name]
@@ -191,7 +191,7 @@ def test_deferred_work_is_done_before_anything_else_runs(name):
 def test_steps_without_drafts_leave_their_work_to_one_launch():
     runner, log = stubbed()
     for _ in range(3 * DEFERRED + 2):
-        runner.do(Step(PLAIN))
+        runner.do(StepLaunch(PLAIN))
     launched = [e for e in log if " " not in e]
     steps = [sum(e == "step" for e in launched[:i]) for i, e in enumerate(launched) if e == "flush"]
     assert steps == [DEFERRED, 2 * DEFERRED, 3 * DEFERRED]
@@ -200,15 +200,15 @@ def test_steps_without_drafts_leave_their_work_to_one_launch():
 def test_a_structured_step_defers_its_work_too():
     runner, log = stubbed()
     with pytest.raises(ValueError, match="masks"):
-        runner.do(Step(STRUCTURED))
-    runner.do(Step(STRUCTURED), lambda drafts, parents=None: np.zeros((1, 1, 2), np.uint32))
+        runner.do(StepLaunch(STRUCTURED))
+    runner.do(StepLaunch(STRUCTURED), lambda drafts, parents=None: np.zeros((1, 1, 2), np.uint32))
     runner.do(Move(1, 0))
     assert [e for e in log if " " not in e] == ["draft_phase", "verify_phase", "flush", "move"]
 
 
 def test_a_result_is_copied_at_once_and_read_when_asked_for():
     runner, log = stubbed()
-    pending = runner.do(Step(DEEP))
+    pending = runner.do(StepLaunch(DEEP))
     assert log == ["step", "copy step"]
     assert pending.read().packed.shape == (1, 5)
     assert log[2:] == ["read step"]
@@ -225,16 +225,16 @@ def test_pages_are_copied_at_once_and_read_when_asked_for():
 def test_a_flush_comes_with_the_launch_behind_it():
     """To be waited for, and timed, by itself."""
     runner, log = stubbed()
-    assert runner.do(Step(PLAIN)).flush is None
-    runner.do(Step(PLAIN))
+    assert runner.do(StepLaunch(PLAIN)).flush is None
+    runner.do(StepLaunch(PLAIN))
     runner.do(Move(1, 0))
-    pending = runner.do(Step(DEEP))
+    pending = runner.do(StepLaunch(DEEP))
     assert pending.flush is not None
     assert pending.flush.steps == 2
     assert pending.flush.at <= pending.at
     pending.flush.wait()
     assert log[-1] == "wait flush"
-    assert runner.do(Step(DEEP)).flush is None
+    assert runner.do(StepLaunch(DEEP)).flush is None
 
 
 def test_tools_need_the_runner_of_this_process():

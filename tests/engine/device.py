@@ -5,7 +5,7 @@ from typing import Any
 
 from mtp_jax.decode.arrays import MaskMaker, Result
 from mtp_jax.decode.keys import COUNT
-from mtp_jax.decode.launches import Launch, Step
+from mtp_jax.decode.launches import Launch, StepLaunch
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.simulate.device import Simulated
@@ -27,7 +27,7 @@ class Device(Simulated):
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         read = super()._launch(launch, masks)
-        if not isinstance(launch, Step):
+        if not isinstance(launch, StepLaunch):
             return read
         filled = launch.chunk is not None and launch.chunk.count.any()
         windows = read().packed[: launch.key.slots, launch.key.room + 1 :]

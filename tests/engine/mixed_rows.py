@@ -16,7 +16,7 @@ from statistics import mean
 
 import numpy as np
 
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.engine.depth import DepthController, StepDepths, adaptive_depths
 from mtp_jax.engine.survival import Offered
 from mtp_jax.simulate.ranking import likeliest
@@ -103,7 +103,7 @@ def over_best_uniform(world: Mixed, seed: int, ranked: bool = True) -> tuple[flo
         counts = np.full(world.rows, made)
         if made != verified:
             most = np.array(caps)
-            counts = likeliest(shown, most, controller.estimate[Source.NEXTN], verified * world.rows)
+            counts = likeliest(shown, most, controller.estimate[Origin.NEXTN], verified * world.rows)
         accepted, seconds = np.minimum(correct, counts), world.seconds(key.way) * slow
         tokens, spent = tokens + world.rows + accepted.sum(), spent + seconds
         through += world.rows * (1 + verified)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.decode.launches import Step
+from mtp_jax.decode.launches import StepLaunch
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -40,9 +40,9 @@ FULL, PLAIN = 0.2, 0.1  # shares of steps that verify all drafts, and none
 
 def served(
     engine: Engine, jobs: Sequence[tuple[list[int], SamplingParams]], patch: pytest.MonkeyPatch, ranked: bool
-) -> tuple[list[Request], list[Step]]:
+) -> tuple[list[Request], list[StepLaunch]]:
     """The requests, and the steps. ranked: as chance has it most steps verify some drafts; else none does."""
-    rng, steps = np.random.default_rng(0), list[Step]()
+    rng, steps = np.random.default_rng(0), list[StepLaunch]()
 
     def choose(keys: Sequence[StepKey], *_: Any) -> StepKey:
         some, full = ([k for k in keys if (k.kept is None) == whole] for whole in (False, True))

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from mtp_jax.api.local import local_runner
-from mtp_jax.decode.keys import Source, StepKey
+from mtp_jax.decode.keys import Origin, StepKey
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
@@ -133,7 +133,7 @@ def test_suffix_drafts_change_nothing(grammars, plain, depth):
     shaped = [job for job in jobs() if job[1].structured]
     requests = [serve(engine, [job], exactly=True)[0] for job in shaped]
     assert [r.progress.output for r in requests] == [r.progress.output for r in plain if r.constraints]
-    suffix = [r.progress.speculation.of(Source.SUFFIX) for r in requests]
+    suffix = [r.progress.speculation.of(Origin.SUFFIX) for r in requests]
     assert sum(s.accepted for s in suffix) > 0
 
 
@@ -144,7 +144,7 @@ def test_what_a_grammar_forces_is_drafted_whatever_was_before(grammars):
     engine = engine_with(grammars, suffix_drafts=True)
     (request,) = serve(engine, [(PROMPTS[0], replace(GREEDY, structured=wanted))], exactly=True)
     assert accepted(request) == [3] * 5
-    assert request.progress.speculation.of(Source.SUFFIX).accepted > 0
+    assert request.progress.speculation.of(Origin.SUFFIX).accepted > 0
 
 
 @rest

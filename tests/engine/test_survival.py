@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.decode import ranking
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.engine.depth import DepthPolicy
 from mtp_jax.engine.survival import Offered, Survival
 from tests.engine.mixed_rows import Mixed, over_best_uniform, worlds
@@ -17,7 +17,7 @@ from tests.rounding import near
 K, ROWS, POLICY = 3, 32, DepthPolicy()
 
 
-def told(slope: float, bias: float, steps: int, source: int = Source.NEXTN, seed: int = 0) -> Survival:
+def told(slope: float, bias: float, steps: int, source: int = Origin.NEXTN, seed: int = 0) -> Survival:
     """An estimator that saw steps of drafts with this law, of which rows verify one to three."""
     rng = np.random.default_rng(seed)
     found = Survival(K, POLICY.memory, POLICY.prior, POLICY.weight)
@@ -32,9 +32,9 @@ def told(slope: float, bias: float, steps: int, source: int = Source.NEXTN, seed
 
 def test_slope_and_bias_are_found():
     found = told(0.8, -1.0, steps=400)
-    np.testing.assert_allclose(found.estimate[Source.NEXTN], [[0.8, -1.0]] * K, atol=0.15)
+    np.testing.assert_allclose(found.estimate[Origin.NEXTN], [[0.8, -1.0]] * K, atol=0.15)
     # Another source has seen nothing, and keeps the prior's mean.
-    near(found.estimate[Source.SUFFIX], [[0, np.log(7 / 3)]] * K, terms=1)
+    near(found.estimate[Origin.SUFFIX], [[0, np.log(7 / 3)]] * K, terms=1)
 
 
 def test_a_margin_that_says_nothing_leaves_the_mean():

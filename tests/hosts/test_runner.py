@@ -16,7 +16,7 @@ from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey
 from mtp_jax.decode.launches import (
     Admit,
     AllocateCache,
-    Draft,
+    DraftLaunch,
     Flush,
     Launch,
     Move,
@@ -26,7 +26,7 @@ from mtp_jax.decode.launches import (
     ReadPages,
     ReleaseCache,
     Runner,
-    Step,
+    StepLaunch,
     Update,
     WritePages,
 )
@@ -88,10 +88,10 @@ class Device(Runner):
 
     def _do(self, launch: Launch[Any], masks: MaskMaker | None) -> Pending[Any]:
         self.log.append(f"{_plain(launch)}")
-        if isinstance(launch, Step) and launch.key.mode.structured:
+        if isinstance(launch, StepLaunch) and launch.key.mode.structured:
             assert masks
             self.log += [f"masks {_plain(masks(drafts))}" for drafts in (None, DRAFTS)]
-        if isinstance(launch, Step) and launch.chunk is not None and launch.chunk.tokens[0, 0] == 13:
+        if isinstance(launch, StepLaunch) and launch.chunk is not None and launch.chunk.tokens[0, 0] == 13:
             raise RuntimeError("the device\nis gone")
         return Pending(1.0, lambda: len(self.log))
 
@@ -161,11 +161,11 @@ LAUNCHES: tuple[Launch[Any], ...] = (
     Admit(1, _row(), 5),
     Move(3, 0),
     Update(np.array([True, False]), np.arange(4, dtype=np.int32).reshape(2, 2)),
-    Step(PLAIN),
-    Step(CHUNKED, _chunk()),
-    Step(STRUCTURED),
-    Step(RANKED, estimate=np.arange(12, dtype=np.float32).reshape(2, 3, 2)),
-    Draft(DraftKey(2, 1), 1),
+    StepLaunch(PLAIN),
+    StepLaunch(CHUNKED, _chunk()),
+    StepLaunch(STRUCTURED),
+    StepLaunch(RANKED, estimate=np.arange(12, dtype=np.float32).reshape(2, 3, 2)),
+    DraftLaunch(DraftKey(2, 1), 1),
     ReadPages(1, (3, 2)),
     WritePages(1, (3,), (np.ones((1, 2), np.float32), np.zeros((1, 4), np.uint16))),
     ReadExperts(),
@@ -223,8 +223,8 @@ def test_a_key_is_found_only_once_every_rank_has_compiled_it(pair):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (Step(PLAIN), "was never published"),
-        (Draft(DraftKey(2, 1), 0), "was never published"),
+        (StepLaunch(PLAIN), "was never published"),
+        (DraftLaunch(DraftKey(2, 1), 0), "was never published"),
         (Publish(9, PLAIN), "job 9 was never compiled"),
         (Welcome(), "Welcome is no launch"),
         (Masks(np.zeros((1, 1, 1), np.uint32)), "Masks is no launch"),
@@ -244,7 +244,7 @@ def test_an_error_ends_every_rank_with_a_line_each(pair, caplog):
     pair.ending.told.append(lambda error: told.append(str(error)))
     pair.runner.compile([CHUNKED])
     with pytest.raises(RuntimeError, match="gone"):
-        pair.runner.do(Step(CHUNKED, _chunk(token=13)))
+        pair.runner.do(StepLaunch(CHUNKED, _chunk(token=13)))
     assert sorted(pair.ends.get(timeout=10) for _ in range(2)) == [("follower", 70), ("leader", 70)]
     lines = sorted(r.getMessage() for r in caplog.records if r.name == "mtp_jax.hosts.ending")
     assert lines[0] == "rank 0 of 2 ends: a launch failed: RuntimeError: the device is gone"
@@ -259,7 +259,7 @@ def test_a_failed_result_ends_the_leader(pair, awaited):
 
     pair.here._do = lambda *_: Pending(0.0, gone, Flush(0.0, 1, gone))
     pair.runner.compile([PLAIN])
-    pending = pair.runner.do(Step(PLAIN))
+    pending = pair.runner.do(StepLaunch(PLAIN))
     with pytest.raises(RuntimeError):
         awaited(pending)()
     assert pair.ends.get(timeout=10) == ("leader", 70)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.check.cases.mla_absorb import Shape, inputs
+from kernels_pallas.check.cases.mla_absorb import AbsorbShape, inputs
 from kernels_pallas.check.registry import cases
 from kernels_pallas.mla_absorb.api import check, mla_absorb
 from kernels_pallas.mla_absorb.mosaic_gpu import MOST, PAIRS
 from tests.kernels.interpreter import distance, interpret, needs_fences, rounded
 
 SMALL = {case.name: case for case in cases("mla_absorb/") if case.small}
-FEW = Shape(2, 2, 3, parts=2, rows=7)
+FEW = AbsorbShape(2, 2, 3, parts=2, rows=7)
 
 
 def exact(q, k_up, angles, *, interleaved):

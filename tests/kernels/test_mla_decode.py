@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.check.baselines.mla_decode import xla
-from kernels_pallas.check.cases.mla_decode import PAGE, RANK, SCALE, Shape, case, inputs, shapes
+from kernels_pallas.check.cases.mla_decode import PAGE, RANK, SCALE, DecodeShape, case, inputs, shapes
 from kernels_pallas.mla_decode.api import mla_decode, splits_of
 from kernels_pallas.mla_decode.fp8_rows import pack, unpack
 from kernels_pallas.mla_decode.merging import merge
@@ -49,7 +49,7 @@ def exact(q, q_rope, pages, page_table, mask):
 
 @pytest.mark.parametrize("kind", ["plain", "nextn", "fp8"])
 def test_reference_equals_float64(kind):
-    shape = Shape(8, 3, (-1, 0, 61, 64, 130), nextn=kind == "nextn", fp8=kind == "fp8")
+    shape = DecodeShape(8, 3, (-1, 0, 61, 64, 130), nextn=kind == "nextn", fp8=kind == "fp8")
     # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
     q, q_rope, pages, page_table, visible = jax.jit(partial(inputs, shape))(jax.random.key(1))
 

@@ -16,12 +16,12 @@ import pytest
 
 from kernels_pallas.check import __main__ as check
 from kernels_pallas.check.case import External, UnavailableError
-from kernels_pallas.check.cases.mla_decode import PAGE, RANK, ROPE, SCALE, Shape, case, inputs
+from kernels_pallas.check.cases.mla_decode import PAGE, RANK, ROPE, SCALE, DecodeShape, case, inputs
 from kernels_pallas.mla_decode import reference
 from tests.kernels.interpreter import distance, rounded
 from tests.rounding import error
 
-WINDOW = Shape(16, 3, (5, 63, 130))
+WINDOW = DecodeShape(16, 3, (5, 63, 130))
 VLLM = "vllm.v1.attention.ops.triton_decode_attention"
 
 
@@ -81,11 +81,11 @@ def flash_mla_with_kvcache(
 
 
 @cache
-def given(shape: Shape):
+def given(shape: DecodeShape):
     return jax.jit(partial(inputs, shape))(jax.random.key(3))
 
 
-def run(name: str, shape: Shape):
+def run(name: str, shape: DecodeShape):
     way = case("baseline", shape).baselines[name]
     assert isinstance(way, External)
     call = way.prepare(*given(shape))
@@ -113,7 +113,10 @@ def test_without_the_package_the_reason_is_printed(name, missing, torch, monkeyp
 
 @pytest.mark.parametrize(
     ("shape", "reason"),
-    [(Shape(8, 1, (5,), fp8=True), "FP8 rows"), (Shape(8, 1, (5,), nextn=True), "causal windows only")],
+    [
+        (DecodeShape(8, 1, (5,), fp8=True), "FP8 rows"),
+        (DecodeShape(8, 1, (5,), nextn=True), "causal windows only"),
+    ],
 )
 @pytest.mark.parametrize("name", ["triton", "flash_mla"])
 def test_what_they_cannot_do(name, shape, reason, torch, monkeypatch):

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.check.cases.mla_low_rank import Shape, case, inputs
+from kernels_pallas.check.cases.mla_low_rank import LowRankShape, case, inputs
 from kernels_pallas.check.registry import cases
 from kernels_pallas.mla_low_rank.api import check, mla_low_rank
 from kernels_pallas.mla_low_rank.mosaic_gpu import PAIRS, RANK
 from tests.kernels.interpreter import distance, interpret, needs_fences, rounded
 
 SMALL = {case.name: case for case in cases("mla_low_rank/") if case.small}
-EDGES = Shape(3, (0, 6, -1, 15), q_rank=512, page=8, columns=2)
+EDGES = LowRankShape(3, (0, 6, -1, 15), q_rank=512, page=8, columns=2)
 
 
 def exact(q, kv, q_norm, kv_norm, angles, pages, page_table, positions, *, eps, interleaved):

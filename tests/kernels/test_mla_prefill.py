@@ -13,7 +13,7 @@ from kernels_pallas.check.baselines.mla_prefill import xla
 from kernels_pallas.check.cases.mla_prefill import (
     DEEPSEEK,
     GLM,
-    Shape,
+    PrefillShape,
     case,
     counted,
     expanded,
@@ -46,7 +46,7 @@ def exact(q, k, k_rope, v, seen, scale):
 
 @pytest.mark.parametrize("sizes", [DEEPSEEK, GLM])
 def test_reference_equals_float64(sizes):
-    shape = Shape(2, 7, (7, 3, 0), (5, 0, 9), begin=1, sizes=sizes)
+    shape = PrefillShape(2, 7, (7, 3, 0), (5, 0, 9), begin=1, sizes=sizes)
     # Apart from what reads them, or XLA would leave out their rounding to bfloat16.
     q, k, k_rope, v, visible = jax.jit(partial(expanded, shape))(jax.random.key(1))
 
@@ -70,7 +70,7 @@ def test_reference_equals_float64(sizes):
 
 
 def test_blocks_of_history_merge_to_the_whole():
-    shape = Shape(2, 9, (9, 4), (150, 300), block=128)
+    shape = PrefillShape(2, 9, (9, 4), (150, 300), block=128)
 
     @jax.jit
     def run(*inputs):

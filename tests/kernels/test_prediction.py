@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas.check.case import Plan, Work
+from kernels_pallas.check.case import KernelPlan, Work
 from kernels_pallas.check.cases.grouped_matmul import plan
 from kernels_pallas.check.device import RATES
 from kernels_pallas.check.registry import cases
@@ -53,15 +53,15 @@ def test_the_slowest_part_decides():
     def us(work, plan=None, path=0):
         return (launch(work, plan, "H200", path) - START) * 1e6
 
-    assert us(Work(0, 4.8e9, "bf16"), Plan(132, 0)) == pytest.approx(1e3 / 0.9)
-    even = Plan(132, 0, 989.4e12 / 1.83e9 * LIMITED * 1e-3 / 132)
+    assert us(Work(0, 4.8e9, "bf16"), KernelPlan(132, 0)) == pytest.approx(1e3 / 0.9)
+    even = KernelPlan(132, 0, 989.4e12 / 1.83e9 * LIMITED * 1e-3 / 132)
     assert us(Work(0, 0, "bf16"), even) == pytest.approx(1e3, rel=1e-3)
     # Work of a thread block too many takes a second wave; half the thread blocks leave half of the GPU idle.
     assert us(Work(0, 0, "bf16"), replace(even, blocks=133)) == pytest.approx(2e3, rel=1e-3)
-    asked = Plan(132, 1e6)
+    asked = KernelPlan(132, 1e6)
     assert us(Work(0, 0, "fp8"), asked) == pytest.approx(1e6 / 26 / 1980)
     assert us(Work(0, 0, "fp8"), replace(asked, blocks=20)) == pytest.approx(1e6 / 64 / 1980)
-    assert us(Work(0, 0, "fp8"), Plan(16, 0), path=990) == pytest.approx(1.0)
+    assert us(Work(0, 0, "fp8"), KernelPlan(16, 0), path=990) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("rows", "asked"), [(128, 128), (256, 512 / 3)])

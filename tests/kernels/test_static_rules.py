@@ -37,7 +37,7 @@ define i32 @a_mosaic_gpu(ptr %0, ptr %1, ptr %2) {
 """.replace("SIZES", "i32 4, i32 2, i32 1, i32 2, i32 1, i32 1, i32 384, i32 1, i32 1")
 MATRIX = host_rules.Descriptor(7, (512, 4096), (4096, 1), (64, 64), 128)
 LINE = host_rules.Descriptor(3, (64,), (1,), (64,), 16)
-LAUNCH = host_rules.Launch((4, 2, 1), (2, 1, 1), (384, 1, 1), 226432)
+LAUNCH = host_rules.HostLaunch((4, 2, 1), (2, 1, 1), (384, 1, 1), 226432)
 
 PTX = """
 .visible .entry a_mosaic_gpu_kernel(.param .b64 a)

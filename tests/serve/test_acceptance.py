@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mtp_jax import Speculation
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.errors import ConfigError
 from serve.watch import stats_log
 from serve.watch.acceptance import AcceptanceAlarm
@@ -121,7 +121,7 @@ def test_metric(alarm, kind):
 def checked(alarm: AcceptanceAlarm, accepted: int, strict: bool = False) -> None:
     """The check of a head whose first draft was accepted in ``accepted`` of 100 steps."""
     counts = [1] * accepted + [0] * (100 - accepted)
-    found = Speculation(counts, [2] * 100, [Source.NEXTN] * 100)
+    found = Speculation(counts, [2] * 100, [Origin.NEXTN] * 100)
 
     async def on_engine(function: Any) -> Speculation:
         return function()

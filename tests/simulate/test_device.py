@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtp_jax.decode.keys import PageKey, SamplingMode, StepKey
-from mtp_jax.decode.launches import Launch, MoveExpert, ReadExperts, ReadPages, ReleaseCache, Step
+from mtp_jax.decode.launches import Launch, MoveExpert, ReadExperts, ReadPages, ReleaseCache, StepLaunch
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.simulate.device import Simulated
@@ -61,7 +61,7 @@ def test_a_step_takes_its_time_after_the_one_before_it(monkeypatch):
     device = Simulated(SAY, SlotMemory(1, 4, 4, 1), seconds=0.25)
     key = StepKey(1, 0, 1, SamplingMode())
     device.compile([key])
-    first, second = device.do(Step(key)), device.do(Step(key))
+    first, second = device.do(StepLaunch(key)), device.do(StepLaunch(key))
     assert now == [100.0]
     first.read()
     assert now == [100.25]
@@ -72,7 +72,7 @@ def test_a_step_takes_its_time_after_the_one_before_it(monkeypatch):
 def test_what_is_wrong_on_any_device_is_a_violation():
     engine, device = on_device()
     with pytest.raises(Violation, match="never compiled"):
-        device.do(Step(StepKey(1, 0, 1, SamplingMode())))
+        device.do(StepLaunch(StepKey(1, 0, 1, SamplingMode())))
     with pytest.raises(Violation, match="pages"):
         device.do(ReadPages(0, (engine.pages,)))
     request = engine.make_request([5, 6, 7], SamplingParams(temperature=0, max_tokens=20))
@@ -85,7 +85,7 @@ def test_what_is_wrong_on_any_device_is_a_violation():
     narrow = StepKey(4, 3, 0, SamplingMode())
     device.compile([narrow])
     with pytest.raises(Violation, match="in 0 pages"):
-        device.do(Step(narrow))
+        device.do(StepLaunch(narrow))
 
 
 def test_it_has_no_experts():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtp_jax.decode.launches import Admit, DeviceRunner, Move, Runner, Step, Update, WritePages
+from mtp_jax.decode.launches import Admit, DeviceRunner, Move, Runner, StepLaunch, Update, WritePages
 from mtp_jax.engine import scheduler as scheduling
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.pages import PagePool
@@ -109,7 +109,9 @@ def a_flush_is_forgotten_before_what_is_no_step(patch):
     flushed, do = DeviceRunner.flushed, DeviceRunner._do
 
     def only_steps(self: DeviceRunner, launch: Any, masks: Any) -> Any:
-        patch.setattr(DeviceRunner, "flushed", flushed if isinstance(launch, Step) else lambda self: None)
+        patch.setattr(
+            DeviceRunner, "flushed", flushed if isinstance(launch, StepLaunch) else lambda self: None
+        )
         return do(self, launch, masks)
 
     patch.setattr(DeviceRunner, "_do", only_steps)

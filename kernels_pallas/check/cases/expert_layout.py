@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, CaseInputs, Work
 from kernels_pallas.expert_layout import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Groups, slots
 from kernels_pallas.mosaic import Interpreter
@@ -16,7 +16,7 @@ from kernels_pallas.router.reference import BLOCK, ROWS, count
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayoutShape:
     """Tokens choose some of ``total`` experts; ``here`` experts, from ``first`` on, are laid out.
 
     Attributes:
@@ -32,24 +32,24 @@ class Shape:
     idle: int = 0
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, LayoutShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     return {
-        "small-all": Shape(70, 4, 16, 0, 16, 64),
-        "small-some": Shape(64, 3, 96, 32, 32, 64),
-        "small-many-tiles": Shape(128, 1, 72, 0, 72, 64),
-        "small-idle": Shape(70, 3, 64, 32, 32, 64, idle=2),
-        "small-more-tokens": Shape(516, 1, 16, 8, 8, 64, idle=5),
-        "small-384": Shape(70, 8, 384, 0, 384, 64),
-        "v3-64": Shape(64, 8, 256, 0, 256, 64),
-        "v3-512": Shape(512, 8, 256, 0, 256, 64),
-        "v3-512-of8": Shape(512, 8, 256, 96, 32, 64),
-        "v3-8192": Shape(8192, 8, 256, 0, 256, 128),
-        "kimi-k2-64": Shape(64, 8, 384, 0, 384, 64),
+        "small-all": LayoutShape(70, 4, 16, 0, 16, 64),
+        "small-some": LayoutShape(64, 3, 96, 32, 32, 64),
+        "small-many-tiles": LayoutShape(128, 1, 72, 0, 72, 64),
+        "small-idle": LayoutShape(70, 3, 64, 32, 32, 64, idle=2),
+        "small-more-tokens": LayoutShape(516, 1, 16, 8, 8, 64, idle=5),
+        "small-384": LayoutShape(70, 8, 384, 0, 384, 64),
+        "v3-64": LayoutShape(64, 8, 256, 0, 256, 64),
+        "v3-512": LayoutShape(512, 8, 256, 0, 256, 64),
+        "v3-512-of8": LayoutShape(512, 8, 256, 96, 32, 64),
+        "v3-8192": LayoutShape(8192, 8, 256, 0, 256, 128),
+        "kimi-k2-64": LayoutShape(64, 8, 384, 0, 384, 64),
     }
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: LayoutShape) -> Case:
     """The case of one shape: every number is an integer, and has to be right."""
     return Case(
         name=f"expert_layout/{name}",
@@ -66,7 +66,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: LayoutShape, key: jax.Array) -> CaseInputs:
     """Random choices, in which some experts are far more frequent."""
     noise = jax.random.gumbel(key, (shape.tokens, shape.total)) + 3 * jnp.sin(jnp.arange(shape.total))
     ids = jax.lax.top_k(noise, shape.chosen)[1]
@@ -78,7 +78,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return padded.T, counts, jnp.array([shape.first], jnp.int32)
 
 
-def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
+def run(shape: LayoutShape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's layout."""
     groups = mosaic_gpu.arrange(
         *inputs, experts=shape.here, rows=shape.rows, tokens=shape.tokens, interpret=interpret
@@ -86,14 +86,14 @@ def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tup
     return comparable(shape, groups)
 
 
-def expected(shape: Shape, ids: jax.Array, counts: jax.Array, first: jax.Array) -> tuple[Array, ...]:
+def expected(shape: LayoutShape, ids: jax.Array, counts: jax.Array, first: jax.Array) -> tuple[Array, ...]:
     """The layout in plain jnp."""
     return comparable(
         shape, reference.arrange(ids.T[: shape.tokens], counts, first, experts=shape.here, rows=shape.rows)
     )
 
 
-def comparable(shape: Shape, groups: Groups) -> tuple[Array, ...]:
+def comparable(shape: LayoutShape, groups: Groups) -> tuple[Array, ...]:
     """The defined parts of a layout: places, tokens of used slots, and tiles that are not empty."""
     assert groups.token is not None, "rows of a layout of whole tiles were to be gathered"
     place = groups.place[:, : shape.tokens]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.check.baselines import fp8_matmul as baselines
-from kernels_pallas.check.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, CaseInputs, Work
 from kernels_pallas.check.cases.grouped_matmul import plan
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.fp8_matmul.api import choose_tile
@@ -17,7 +17,7 @@ from kernels_pallas.quantised import BLOCK, quantise
 
 
 @dataclass(frozen=True)
-class Shape:
+class DenseShape:
     """``rows`` x ``terms`` times ``columns`` x ``terms``; ``gated``: gate and up, SwiGLU of them."""
 
     rows: int
@@ -27,13 +27,13 @@ class Shape:
     gated: bool = False
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, DenseShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     shapes = {
-        "small-split": Shape(64, 192, 512, Tile(64, 64, 2, splits=2, thread_blocks=3)),
-        "small-split-many": Shape(128, 128, 512, Tile(128, 128, 2, splits=4, thread_blocks=2)),
-        "small-gated": Shape(64, 128, 256, Tile(64, BLOCK, 2, thread_blocks=1), gated=True),
-        "small-gated-parts": Shape(64, 128, 256, Tile(64, BLOCK, 2, splits=2), gated=True),
+        "small-split": DenseShape(64, 192, 512, Tile(64, 64, 2, splits=2, thread_blocks=3)),
+        "small-split-many": DenseShape(128, 128, 512, Tile(128, 128, 2, splits=4, thread_blocks=2)),
+        "small-gated": DenseShape(64, 128, 256, Tile(64, BLOCK, 2, thread_blocks=1), gated=True),
+        "small-gated-parts": DenseShape(64, 128, 256, Tile(64, BLOCK, 2, splits=2), gated=True),
     }
     # DeepSeek-V3 on one GPU and on one of eight: kv_a, q_a, q_b, o, the shared expert's down.
     linears = {
@@ -47,16 +47,16 @@ def shapes() -> dict[str, Shape]:
     }
     for rows in (64, 512):
         for name, (columns, terms) in linears.items():
-            shapes[f"{name}-{rows}"] = Shape(rows, columns, terms, choose_tile(rows, columns, terms))
-    shapes["o-4096"] = Shape(4096, 7168, 16384, choose_tile(4096, 7168, 16384))
+            shapes[f"{name}-{rows}"] = DenseShape(rows, columns, terms, choose_tile(rows, columns, terms))
+    shapes["o-4096"] = DenseShape(4096, 7168, 16384, choose_tile(4096, 7168, 16384))
     for rows in (64, 512):
         for name, columns in (("mlp", 18432), ("shared", 2048), ("shared-of8", 256)):
             tile = choose_gated_tile(rows, 1, columns, 7168)
-            shapes[f"{name}-gated-{rows}"] = Shape(rows, columns, 7168, tile, gated=True)
+            shapes[f"{name}-gated-{rows}"] = DenseShape(rows, columns, 7168, tile, gated=True)
     return shapes
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: DenseShape) -> Case:
     """The case of one shape."""
     return Case(
         name=f"fp8_matmul/{name}",
@@ -69,14 +69,14 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def _sizes(shape: Shape) -> ProductSizes:
+def _sizes(shape: DenseShape) -> ProductSizes:
     tiles = -(-shape.rows // shape.tile.rows)
     return ProductSizes(
         shape.tile, jnp.float8_e4m3fn, shape.gated, shape.rows, shape.columns, shape.terms, tiles
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: DenseShape, key: jax.Array) -> CaseInputs:
     """Random operands."""
     keys = jax.random.split(key, 3)
     blocks = 2 if shape.gated else 1
@@ -87,7 +87,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return x.values, w.astype(jnp.float8_e4m3fn), x.scale, w_scale
 
 
-def work(shape: Shape) -> Work:
+def work(shape: DenseShape) -> Work:
     """The least work: weight, rows and results moved once."""
     weights = shape.columns * (2 if shape.gated else 1)
     return Work(

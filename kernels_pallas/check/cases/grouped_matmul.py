@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kernels_pallas.check.baselines import grouped_matmul as baselines
-from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
@@ -19,7 +19,7 @@ from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, quantise
 
 
 @dataclass(frozen=True)
-class Shape:
+class ExpertsShape:
     """One product of experts with ``rows`` rows each.
 
     Attributes:
@@ -61,40 +61,44 @@ class Shape:
         return self.tiles[-1][1] + self.tile.rows
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, ExpertsShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     few, many = Tile(64, 128, 2, thread_blocks=2), Tile(128, 128, 3, thread_blocks=2)
     wide, narrow = Tile(64, 256, 2, thread_blocks=3), Tile(128, 64, 2, thread_blocks=2)
     shapes = {
-        "small-gated": Shape((3, 0, 70), 256, 256, True, few, spare=1, gap=8),
-        "small-gated-many": Shape((130,), 256, 256, True, many, spare=1),
-        "small-down-pairs": Shape((300, 9), 192, 256, False, Tile(256, 64, 2, thread_blocks=4)),
-        "small-down": Shape((5, 64, 1), 256, 384, False, wide, spare=2),
-        "small-down-many": Shape((1, 130), 128, 256, False, many),
-        "small-edge-columns": Shape((9,), 192, 256, False, narrow),
-        "small-bf16-gated": Shape((3, 65), 128, 128, True, few, fp8=False, spare=1),
-        "small-gated-parts": Shape((3, 0, 19), 256, 512, True, replace(few, splits=4), spare=1, gap=8),
-        "small-bf16-gated-parts": Shape((3,), 128, 128, True, replace(few, splits=2), fp8=False, spare=1),
-        "small-gated-shared": Shape((8, 0, 8), 256, 512, True, replace(few, splits=2), spare=1, shared=True),
-        "small-down-shared": Shape((8, 8), 128, 256, False, few, shared=True),
-        "small-bf16-down": Shape((100, 28), 128, 256, False, many, fp8=False),
+        "small-gated": ExpertsShape((3, 0, 70), 256, 256, True, few, spare=1, gap=8),
+        "small-gated-many": ExpertsShape((130,), 256, 256, True, many, spare=1),
+        "small-down-pairs": ExpertsShape((300, 9), 192, 256, False, Tile(256, 64, 2, thread_blocks=4)),
+        "small-down": ExpertsShape((5, 64, 1), 256, 384, False, wide, spare=2),
+        "small-down-many": ExpertsShape((1, 130), 128, 256, False, many),
+        "small-edge-columns": ExpertsShape((9,), 192, 256, False, narrow),
+        "small-bf16-gated": ExpertsShape((3, 65), 128, 128, True, few, fp8=False, spare=1),
+        "small-gated-parts": ExpertsShape((3, 0, 19), 256, 512, True, replace(few, splits=4), spare=1, gap=8),
+        "small-bf16-gated-parts": ExpertsShape(
+            (3,), 128, 128, True, replace(few, splits=2), fp8=False, spare=1
+        ),
+        "small-gated-shared": ExpertsShape(
+            (8, 0, 8), 256, 512, True, replace(few, splits=2), spare=1, shared=True
+        ),
+        "small-down-shared": ExpertsShape((8, 8), 128, 256, False, few, shared=True),
+        "small-bf16-down": ExpertsShape((100, 28), 128, 256, False, many, fp8=False),
     }
     for rows in (8, 64, 256, 2048):  # of each of the experts that one of eight GPUs has, in DeepSeek-V3
         groups, gated = (rows,) * 32, choose_gated_tile(rows, 32, 2048, 7168)
-        shapes[f"gated-32x{rows}"] = Shape(groups, 2048, 7168, True, gated)
-        shapes[f"down-32x{rows}"] = Shape(groups, 7168, 2048, False, choose_tile(rows, 7168))
+        shapes[f"gated-32x{rows}"] = ExpertsShape(groups, 2048, 7168, True, gated)
+        shapes[f"down-32x{rows}"] = ExpertsShape(groups, 7168, 2048, False, choose_tile(rows, 7168))
     # A token's experts, whole, or split inside each expert over eight GPUs.
     one = (1,) * 8 + (0,) * 24
     for name, columns in (("8x1", 2048), ("8x1-of8", 256)):
         gated = choose_gated_tile(1, 8, columns, 7168)
-        shapes[f"gated-{name}"] = Shape(one, columns, 7168, True, gated, spare=24)
-        shapes[f"down-{name}"] = Shape(one, 7168, columns, False, choose_tile(1, 7168), spare=24)
+        shapes[f"gated-{name}"] = ExpertsShape(one, columns, 7168, True, gated, spare=24)
+        shapes[f"down-{name}"] = ExpertsShape(one, 7168, columns, False, choose_tile(1, 7168), spare=24)
     for name in ("gated-32x64", "down-32x64", "gated-32x256"):
         shapes[f"bf16-{name}"] = replace(shapes[name], fp8=False)
     return shapes
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: ExpertsShape) -> Case:
     """The case of one shape."""
     return Case(
         name=f"grouped_matmul/{name}",
@@ -107,7 +111,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: ExpertsShape, key: jax.Array) -> CaseInputs:
     """Random operands."""
     keys = jax.random.split(key, 3)
     held = shape.tiles
@@ -128,7 +132,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return quantised.values, w.astype(jnp.float8_e4m3fn), x_scale, w_scale, tiles
 
 
-def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
+def run(shape: ExpertsShape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's result, with the reference's values in elements that it does not write."""
     out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, slots=_slots(shape), interpret=interpret)
     height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)
@@ -140,19 +144,19 @@ def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tup
     return (values,) if len(out) == 1 else (values, jnp.where(held, out[1], nothing))
 
 
-def _sizes(shape: Shape) -> ProductSizes:
+def _sizes(shape: ExpertsShape) -> ProductSizes:
     dtype = jnp.float8_e4m3fn if shape.fp8 else jnp.bfloat16
     return ProductSizes(
         shape.tile, dtype, shape.gated, shape.slots, shape.columns, shape.terms, len(shape.tiles)
     )
 
 
-def plan(sizes: ProductSizes, rows: int) -> Plan:
+def plan(sizes: ProductSizes, rows: int) -> KernelPlan:
     """A thread block loads its share of the operands, and writes its share of ``rows`` rows."""
     tile, size = sizes.tile, jnp.dtype(sizes.dtype).itemsize
     terms, columns = sizes.terms // tile.splits, tile.columns * sizes.blocks
     written = jnp.dtype(sizes.staged_dtype).itemsize * (columns if tile.splits > 1 else tile.columns)
-    return Plan(
+    return KernelPlan(
         blocks=sizes.tiles * sizes.column_tiles * tile.splits * tile.pair,
         asked=size * terms * (sizes.block_rows + columns / tile.pair)
         + written * rows / (sizes.tiles * tile.pair),
@@ -160,11 +164,11 @@ def plan(sizes: ProductSizes, rows: int) -> Plan:
     )
 
 
-def _slots(shape: Shape) -> int | None:
+def _slots(shape: ExpertsShape) -> int | None:
     return shape.slots if shape.shared else None
 
 
-def work(shape: Shape) -> Work:
+def work(shape: ExpertsShape) -> Work:
     """The least work: weights of groups with rows, the rows and the results, all moved once."""
     rows, used = sum(shape.rows), sum(n > 0 for n in shape.rows)
     products = 2 if shape.gated else 1

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Operation, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Operation, Work
 from kernels_pallas.index_scores import reference
 from kernels_pallas.index_scores.api import SPLIT_COST, index_scores
 from kernels_pallas.index_scores.index_rows import pack
@@ -18,7 +18,7 @@ from kernels_pallas.visible import Window, chain
 
 
 @dataclass(frozen=True)
-class Shape:
+class ScoresShape:
     """Slots with ``lengths`` rows before their windows of ``window`` tokens; one of negative length is idle.
 
     Attributes:
@@ -46,29 +46,29 @@ class Shape:
         return -(-(max(self.lengths) + self.window) // self.page) + self.spare
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, ScoresShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     return {
-        "small-window": Shape(4, (60, 130, -1), 16, splits=2),
-        "small-ring": Shape(1, (900,), 8, splits=1, spare=3),
-        "small-groups": Shape(5, (70,), 64, splits=2),
-        "small-pages8": Shape(2, (90, 13), 16, page=8, splits=2),
-        "small-pages128": Shape(2, (190, 13), 16, page=128, splits=2),
-        "small-nextn": Shape(3, (3, 66), 8, nextn=True, splits=1),
-        "small-fp8": Shape(2, (150, 61), 16, fp8=True, splits=2),
-        "small-fp8-pages32": Shape(3, (70, -1), 8, page=32, spare=1, fp8=True, splits=1),
+        "small-window": ScoresShape(4, (60, 130, -1), 16, splits=2),
+        "small-ring": ScoresShape(1, (900,), 8, splits=1, spare=3),
+        "small-groups": ScoresShape(5, (70,), 64, splits=2),
+        "small-pages8": ScoresShape(2, (90, 13), 16, page=8, splits=2),
+        "small-pages128": ScoresShape(2, (190, 13), 16, page=128, splits=2),
+        "small-nextn": ScoresShape(3, (3, 66), 8, nextn=True, splits=1),
+        "small-fp8": ScoresShape(2, (150, 61), 16, fp8=True, splits=2),
+        "small-fp8-pages32": ScoresShape(3, (70, -1), 8, page=32, spare=1, fp8=True, splits=1),
         # DeepSeek-V3.2: a step of 40 slots, of one with a long context; a chunk of a prompt. GLM-5's heads.
-        "window4-batch40-12k": Shape(4, (12284,) * 40),
-        "window4-batch1-128k": Shape(4, (131068,)),
-        "window1-batch64-32k": Shape(1, (32767,) * 64),
-        "chunk2k-32k": Shape(2048, (30720,)),
-        "heads32-window4-batch40-12k": Shape(4, (12284,) * 40, heads=32),
-        "fp8-window4-batch40-12k": Shape(4, (12284,) * 40, fp8=True),
-        "fp8-window4-batch1-128k": Shape(4, (131068,), fp8=True),
+        "window4-batch40-12k": ScoresShape(4, (12284,) * 40),
+        "window4-batch1-128k": ScoresShape(4, (131068,)),
+        "window1-batch64-32k": ScoresShape(1, (32767,) * 64),
+        "chunk2k-32k": ScoresShape(2048, (30720,)),
+        "heads32-window4-batch40-12k": ScoresShape(4, (12284,) * 40, heads=32),
+        "fp8-window4-batch40-12k": ScoresShape(4, (12284,) * 40, fp8=True),
+        "fp8-window4-batch1-128k": ScoresShape(4, (131068,), fp8=True),
     }
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: ScoresShape) -> Case:
     """The case of one shape."""
     by_kernel: dict[str, Any] = {"implementation": "mosaic_gpu", "splits": shape.splits}
     return Case(
@@ -89,7 +89,7 @@ def _run(scores: Operation, *inputs: Any, **options: Any) -> tuple[Array, Array]
     return (found > -jnp.inf).astype(jnp.float32), jnp.where(jnp.isinf(found), jnp.sign(found), found)
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: ScoresShape, key: jax.Array) -> CaseInputs:
     """Pages scattered over the cache, NaN in every row that no token sees and in one visible row."""
     slots, columns, keys = len(shape.lengths), shape.columns, jax.random.split(key, 4)
     count, tokens = slots * columns + 1, (slots, shape.window, shape.heads)
@@ -110,7 +110,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return q, weights, pack(pages) if shape.fp8 else pages, page_table, visible
 
 
-def plan(shape: Shape) -> Plan:
+def plan(shape: ScoresShape) -> KernelPlan:
     """A thread block multiplies a share of a slot's keys with the queries of its tokens."""
     tokens = min(shape.window, MOST_COLUMNS // shape.heads)
     blocks = len(shape.lengths) * -(-shape.window // tokens)
@@ -118,10 +118,10 @@ def plan(shape: Shape) -> Plan:
     splits = shape.splits or choose_splits(blocks, tiles, SPLIT_COST)
     keys = TILE * -(-tiles // splits)
     moved = keys * ((DIM + 4 if shape.fp8 else 2 * DIM) + 4 * tokens) + 2 * tokens * shape.heads * DIM
-    return Plan(blocks * splits, moved, flops=2 * keys * tokens * shape.heads * DIM)
+    return KernelPlan(blocks * splits, moved, flops=2 * keys * tokens * shape.heads * DIM)
 
 
-def work(shape: Shape) -> Work:
+def work(shape: ScoresShape) -> Work:
     """The least work: products of visible rows with every head's query; rows, queries, scores moved once."""
     tokens = len(shape.lengths) * shape.window
     stored = sum(max(0, n + shape.window) for n in shape.lengths)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Work
+from kernels_pallas.check.case import Case, CaseInputs, Work
 from kernels_pallas.mla_low_rank.api import mla_low_rank
 from kernels_pallas.mla_low_rank.mosaic_gpu import RANK, ROPE
 
@@ -17,7 +17,7 @@ ROW = RANK + ROPE
 
 
 @dataclass(frozen=True)
-class Shape:
+class LowRankShape:
     """A window of tokens after each slot's ``lengths`` rows; a slot of negative length is idle.
 
     Attributes:
@@ -43,22 +43,24 @@ class Shape:
     rows: int | None = None
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, LowRankShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     return {
-        "small-page-edges": Shape(3, (0, 6, -1, 15), 2, 3, q_rank=512, page=8, columns=2),
-        "small-halves": Shape(1, (3, -1, 5), q_rank=1024, page=4, columns=2, interleaved=False, rows=8),
-        "small-rows": Shape(2, (0, -1), 1, 2, q_rank=512, written=False),
+        "small-page-edges": LowRankShape(3, (0, 6, -1, 15), 2, 3, q_rank=512, page=8, columns=2),
+        "small-halves": LowRankShape(
+            1, (3, -1, 5), q_rank=1024, page=4, columns=2, interleaved=False, rows=8
+        ),
+        "small-rows": LowRankShape(2, (0, -1), 1, 2, q_rank=512, written=False),
         # DeepSeek-V3's dimensions: steps of 128 slots, of 16 and of 1; a chunk of a prompt; unwritten rows.
-        "window4-batch128": Shape(4, (32,) * 128, 2, 7),
-        "window4-batch16": Shape(4, (32,) * 16, 8, 14),
-        "window1-batch1": Shape(1, (32,), 8, 14, rows=64),
-        "chunk4k": Shape(4096, (0,), columns=64),
-        "window4-batch128-rows": Shape(4, (32,) * 128, 2, 7, written=False),
+        "window4-batch128": LowRankShape(4, (32,) * 128, 2, 7),
+        "window4-batch16": LowRankShape(4, (32,) * 16, 8, 14),
+        "window1-batch1": LowRankShape(1, (32,), 8, 14, rows=64),
+        "chunk4k": LowRankShape(4096, (0,), columns=64),
+        "window4-batch128-rows": LowRankShape(4, (32,) * 128, 2, 7, written=False),
     }
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: LowRankShape) -> Case:
     """The case of one shape."""
     run = partial(_run, shape)
     oracle = partial(run, implementation="xla")
@@ -72,14 +74,14 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def _run(shape: Shape, *inputs: Any, **options: Any) -> tuple[Array, ...]:
+def _run(shape: LowRankShape, *inputs: Any, **options: Any) -> tuple[Array, ...]:
     """The results without padding rows."""
     low, out = mla_low_rank(*inputs, eps=1e-6, interleaved=shape.interleaved, **options)
     tokens = len(shape.lengths) * shape.window
     return low.values[:tokens], low.scale[:, :tokens], out
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: LowRankShape, key: jax.Array) -> CaseInputs:
     """Random inputs, scattered pages; a cache's own contents are too small to hide a row written wrongly."""
     slots, keys = len(shape.lengths), jax.random.split(key, 7)
     tokens = (slots, shape.window)
@@ -103,7 +105,7 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return q, kv, *weights, angles, pages if shape.written else None, page_table, positions
 
 
-def work(shape: Shape) -> Work:
+def work(shape: LowRankShape) -> Work:
     """The least work: results of both projections read once, e4m3 values and rows written."""
     each = shape.q_rank * ((4 * shape.q_parts or 2) + 1) + ROW * ((4 * shape.kv_parts or 2) + 2)
     return Work(flops=0, bytes=len(shape.lengths) * shape.window * each, format="bf16")

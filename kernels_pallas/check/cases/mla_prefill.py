@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from kernels_pallas.check.baselines import mla_prefill as baselines
-from kernels_pallas.check.case import Case, Inputs, Operation, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Operation, Work
 from kernels_pallas.mla_prefill import reference
 from kernels_pallas.mla_prefill.api import attend, mla_prefill
 from kernels_pallas.mla_prefill.sizes import QUERIES, ROPE, HeadWidths
@@ -21,7 +21,7 @@ DEEPSEEK, GLM = HeadWidths(128, 128), HeadWidths(192, 256)
 
 
 @dataclass(frozen=True)
-class Shape:
+class PrefillShape:
     """A chunk of ``queries`` tokens per slot, of which ``counts`` count, after ``history`` rows.
 
     Attributes:
@@ -48,37 +48,41 @@ class Shape:
         return max(h + c for h, c in zip(self.history, self.counts, strict=True))
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, PrefillShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     small = {
-        "small-causal": Shape(1, 200, (200,), (0,)),
-        "small-ragged": Shape(2, 130, (129, 1, 0), (0, 127, 5)),
-        "small-history": Shape(1, 64, (64, 33), (256, 191), begin=2),
-        "small-blocks": Shape(2, 70, (70, 60), (129, 300), block=128),
-        "small-glm-causal": Shape(1, 200, (200,), (0,), sizes=GLM),
-        "small-glm-ragged": Shape(2, 130, (129, 1, 0), (0, 127, 5), sizes=GLM),
-        "small-glm-history": Shape(1, 64, (64, 33), (256, 191), begin=2, sizes=GLM),
-        "small-glm-blocks": Shape(2, 70, (70, 60), (129, 300), block=128, sizes=GLM),
-        "small-widest-key": Shape(1, 70, (70,), (100,), sizes=HeadWidths(320, 64)),
-        "small-widest-value": Shape(1, 70, (70,), (100,), sizes=HeadWidths(128, 256)),
-        "small-narrow-value": Shape(1, 70, (70,), (100,), sizes=HeadWidths(256, 128)),
+        "small-causal": PrefillShape(1, 200, (200,), (0,)),
+        "small-ragged": PrefillShape(2, 130, (129, 1, 0), (0, 127, 5)),
+        "small-history": PrefillShape(1, 64, (64, 33), (256, 191), begin=2),
+        "small-blocks": PrefillShape(2, 70, (70, 60), (129, 300), block=128),
+        "small-glm-causal": PrefillShape(1, 200, (200,), (0,), sizes=GLM),
+        "small-glm-ragged": PrefillShape(2, 130, (129, 1, 0), (0, 127, 5), sizes=GLM),
+        "small-glm-history": PrefillShape(1, 64, (64, 33), (256, 191), begin=2, sizes=GLM),
+        "small-glm-blocks": PrefillShape(2, 70, (70, 60), (129, 300), block=128, sizes=GLM),
+        "small-widest-key": PrefillShape(1, 70, (70,), (100,), sizes=HeadWidths(320, 64)),
+        "small-widest-value": PrefillShape(1, 70, (70,), (100,), sizes=HeadWidths(128, 256)),
+        "small-narrow-value": PrefillShape(1, 70, (70,), (100,), sizes=HeadWidths(256, 128)),
     }
     real = {
-        "heads128-chunk4k": Shape(128, 4096, (4096,), (0,)),
-        "heads128-chunk1k-history8k": Shape(128, 1024, (1024,), (8192,)),
-        "heads16-chunk8k": Shape(16, 8192, (8192,), (0,)),
-        "heads16-chunk1k-ragged": Shape(16, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6143)),
-        "heads16-chunk1k-history32k-blocks": Shape(16, 1024, (1024,), (32768,), block=8192),
-        "glm-heads20-chunk4k": Shape(20, 4096, (4096,), (0,), sizes=GLM),
-        "glm-heads20-chunk1k-ragged": Shape(20, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6143), sizes=GLM),
-        "glm-heads20-chunk1k-history32k-blocks": Shape(20, 1024, (1024,), (32768,), block=8192, sizes=GLM),
-        "glm-heads64-chunk4k": Shape(64, 4096, (4096,), (0,), sizes=GLM),
-        "glm-heads64-chunk1k-history8k": Shape(64, 1024, (1024,), (8192,), sizes=GLM),
+        "heads128-chunk4k": PrefillShape(128, 4096, (4096,), (0,)),
+        "heads128-chunk1k-history8k": PrefillShape(128, 1024, (1024,), (8192,)),
+        "heads16-chunk8k": PrefillShape(16, 8192, (8192,), (0,)),
+        "heads16-chunk1k-ragged": PrefillShape(16, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6143)),
+        "heads16-chunk1k-history32k-blocks": PrefillShape(16, 1024, (1024,), (32768,), block=8192),
+        "glm-heads20-chunk4k": PrefillShape(20, 4096, (4096,), (0,), sizes=GLM),
+        "glm-heads20-chunk1k-ragged": PrefillShape(
+            20, 1024, (1024, 700, 65, 1), (0, 4096, 100, 6143), sizes=GLM
+        ),
+        "glm-heads20-chunk1k-history32k-blocks": PrefillShape(
+            20, 1024, (1024,), (32768,), block=8192, sizes=GLM
+        ),
+        "glm-heads64-chunk4k": PrefillShape(64, 4096, (4096,), (0,), sizes=GLM),
+        "glm-heads64-chunk1k-history8k": PrefillShape(64, 1024, (1024,), (8192,), sizes=GLM),
     }
     return small | real
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: PrefillShape) -> Case:
     """The case of one shape; a single block has sums of exponentials, too."""
     if shape.block is None:
         kernel = partial(attend, scale=shape.scale, implementation="mosaic_gpu")
@@ -106,12 +110,12 @@ def counted(function: Operation, *inputs: Any, **options: Any) -> PyTree:
     return jnp.where(counts[..., None, None], out, 0), *(jnp.where(counts[:, None], x, 0) for x in lse)
 
 
-def rows_seen(shape: Shape) -> Window:
+def rows_seen(shape: PrefillShape) -> Window:
     """The rows that each query sees: its history, and the chunk up to itself."""
     return chain(jnp.array(shape.history, jnp.int32), jnp.array(shape.counts, jnp.int32), shape.begin)
 
 
-def expanded(shape: Shape, key: jax.Array) -> Inputs:
+def expanded(shape: PrefillShape, key: jax.Array) -> CaseInputs:
     """Queries, keys of each head and the shared one, values, rows seen."""
     rows, own = (len(shape.counts), shape.rows), shape.sizes
     sizes = (
@@ -124,7 +128,7 @@ def expanded(shape: Shape, key: jax.Array) -> Inputs:
     return *arrays, rows_seen(shape)
 
 
-def latent(shape: Shape, key: jax.Array) -> Inputs:
+def latent(shape: PrefillShape, key: jax.Array) -> CaseInputs:
     """Queries, cached rows with NaN where no query sees them, expansions to keys and values, rows seen."""
     slots, length, visible = len(shape.counts), shape.rows, rows_seen(shape)
     keys, own = jax.random.split(key, 4), shape.sizes
@@ -141,7 +145,7 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
-def plan(shape: Shape) -> Plan:
+def plan(shape: PrefillShape) -> KernelPlan:
     """A thread block multiplies its queries of a head with the keys up to its last query, on average."""
     step, width = shape.sizes.keys, shape.sizes.query + shape.sizes.value
     blocks = [
@@ -150,10 +154,10 @@ def plan(shape: Shape) -> Plan:
         for q in range(0, c, QUERIES)
     ]
     keys = sum(blocks) / len(blocks)
-    return Plan(len(blocks) * shape.heads, 2 * width * (keys + QUERIES), 2 * QUERIES * keys * width)
+    return KernelPlan(len(blocks) * shape.heads, 2 * width * (keys + QUERIES), 2 * QUERIES * keys * width)
 
 
-def work(shape: Shape) -> Work:
+def work(shape: PrefillShape) -> Work:
     """The least work: two products over visible pairs, and the expansion; each operand moved once."""
     pairs = sum(
         c * h + c * (c + 1) // 2 - c * shape.begin for c, h in zip(shape.counts, shape.history, strict=True)

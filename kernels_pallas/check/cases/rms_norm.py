@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels_pallas.check.case import Case, Inputs, Operation, Work
+from kernels_pallas.check.case import Case, CaseInputs, Operation, Work
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm import mosaic_gpu, reference
 
 
 @dataclass(frozen=True)
-class Shape:
+class NormShape:
     """Rows to normalise.
 
     Attributes:
@@ -45,13 +45,13 @@ class Heads:
     blocks_first: bool = True
 
 
-def shapes() -> dict[str, Shape | Heads]:
+def shapes() -> dict[str, NormShape | Heads]:
     """The shapes by name. "small" shapes have few thread blocks."""
     shapes = {
-        "small": Shape(3, 512),
-        "small-added": Shape(2, 1024, added=2, plain=True),
-        "small-parts": Shape(2, 512, parts=3, padding=6),
-        "small-plain": Shape(5, 1536, added=1, plain=True, quantised=False),
+        "small": NormShape(3, 512),
+        "small-added": NormShape(2, 1024, added=2, plain=True),
+        "small-parts": NormShape(2, 512, parts=3, padding=6),
+        "small-plain": NormShape(5, 1536, added=1, plain=True, quantised=False),
         "small-heads": Heads(3, 8),
         "small-rows": Heads(2, 4, blocks_first=False),
         "small-heads-parts": Heads(3, 64),
@@ -63,15 +63,15 @@ def shapes() -> dict[str, Shape | Heads]:
     }
     # DeepSeek-V3: before the low-rank projections, before the experts, after the queries' low rank.
     for rows in (4, 64, 512, 4096):
-        shapes[f"attention-{rows}"] = Shape(rows, 7168, added=2)
-        shapes[f"experts-{rows}"] = Shape(rows, 7168, added=1, plain=True)
-        shapes[f"low-rank-{rows}"] = Shape(rows, 1536)
-    shapes["low-rank-parts-512"] = Shape(512, 1536, parts=2)
-    shapes["experts-parts-64"] = Shape(64, 7168, added=1, plain=True, parts=4)
+        shapes[f"attention-{rows}"] = NormShape(rows, 7168, added=2)
+        shapes[f"experts-{rows}"] = NormShape(rows, 7168, added=1, plain=True)
+        shapes[f"low-rank-{rows}"] = NormShape(rows, 1536)
+    shapes["low-rank-parts-512"] = NormShape(512, 1536, parts=2)
+    shapes["experts-parts-64"] = NormShape(64, 7168, added=1, plain=True, parts=4)
     return shapes
 
 
-def case(name: str, shape: Shape | Heads) -> Case:
+def case(name: str, shape: NormShape | Heads) -> Case:
     """The case of one shape of ``rms_norm``, or of ``quantise``."""
     if isinstance(shape, Heads):
         return quantise_case(name, shape)
@@ -93,7 +93,7 @@ def case(name: str, shape: Shape | Heads) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: NormShape, key: jax.Array) -> CaseInputs:
     """Random rows, some of them much larger."""
     keys = jax.random.split(key, 3)
     blocked, dtype = (shape.rows, shape.width // BLOCK, BLOCK), jnp.float32 if shape.parts else jnp.bfloat16
@@ -110,7 +110,7 @@ def quantise_case(name: str, shape: Heads) -> Case:
     sizes = (shape.heads, shape.rows) if shape.blocks_first else (shape.rows, shape.heads)
     order: dict[str, Any] = {"blocks_first": shape.blocks_first}
 
-    def inputs(key: jax.Array) -> Inputs:
+    def inputs(key: jax.Array) -> CaseInputs:
         return (jax.random.normal(key, (*sizes, BLOCK), jnp.bfloat16),)
 
     oracle = partial(reference.quantise, **order)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.grouped_matmul.layout import Groups, OwnGroups, group_all
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.router import mosaic_gpu, reference
@@ -19,7 +19,7 @@ KIMI_K2 = Rule(chosen=8, scaling=2.827)
 
 
 @dataclass(frozen=True)
-class Shape:
+class RouterShape:
     """``tokens`` that choose among ``experts``; the kernel is given a multiple of 4.
 
     Attributes:
@@ -34,35 +34,37 @@ class Shape:
     own: tuple[int, int] | None = None
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, RouterShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     return {
-        "small-groups": Shape(70, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5)),
-        "small-one-group": Shape(64, 32, Rule(chosen=3, normalise=False)),
-        "small-all-groups": Shape(128, 32, Rule(chosen=6, groups=2, kept=2)),
-        "small-idle": Shape(128, 32, Rule(chosen=3), idle=3),
-        "small-8-each": Shape(9, 24, Rule(chosen=4, groups=3, kept=2)),
-        "small-v3": Shape(4, 256, DEEPSEEK_V3),
-        "small-384": Shape(4, 384, KIMI_K2),
-        "small-512": Shape(4, 512, Rule(chosen=10)),
-        "small-laid-3": Shape(3, 32, Rule(chosen=3), own=(8, 16)),
-        "small-laid-8": Shape(8, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5), idle=3, own=(0, 64)),
-        "v3-1-laid": Shape(1, 256, DEEPSEEK_V3, own=(0, 256)),
-        "v3-4-laid": Shape(4, 256, DEEPSEEK_V3, own=(0, 256)),
-        "v3-4-laid-of8": Shape(4, 256, DEEPSEEK_V3, own=(96, 32)),
-        "v3-8-laid": Shape(8, 256, DEEPSEEK_V3, own=(0, 256)),
-        "one-group-1-laid": Shape(1, 256, Rule(chosen=8, scaling=2.5), own=(0, 256)),
-        "v3-64": Shape(64, 256, DEEPSEEK_V3),
-        "v3-512": Shape(512, 256, DEEPSEEK_V3),
-        "v3-8192": Shape(8192, 256, DEEPSEEK_V3),
-        "one-group-512": Shape(512, 64, Rule(chosen=6)),
-        "one-group-256": Shape(64, 256, Rule(chosen=8, scaling=2.5)),
-        "kimi-k2-64": Shape(64, 384, KIMI_K2),
-        "512-experts": Shape(64, 512, Rule(chosen=10)),
+        "small-groups": RouterShape(70, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5)),
+        "small-one-group": RouterShape(64, 32, Rule(chosen=3, normalise=False)),
+        "small-all-groups": RouterShape(128, 32, Rule(chosen=6, groups=2, kept=2)),
+        "small-idle": RouterShape(128, 32, Rule(chosen=3), idle=3),
+        "small-8-each": RouterShape(9, 24, Rule(chosen=4, groups=3, kept=2)),
+        "small-v3": RouterShape(4, 256, DEEPSEEK_V3),
+        "small-384": RouterShape(4, 384, KIMI_K2),
+        "small-512": RouterShape(4, 512, Rule(chosen=10)),
+        "small-laid-3": RouterShape(3, 32, Rule(chosen=3), own=(8, 16)),
+        "small-laid-8": RouterShape(
+            8, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5), idle=3, own=(0, 64)
+        ),
+        "v3-1-laid": RouterShape(1, 256, DEEPSEEK_V3, own=(0, 256)),
+        "v3-4-laid": RouterShape(4, 256, DEEPSEEK_V3, own=(0, 256)),
+        "v3-4-laid-of8": RouterShape(4, 256, DEEPSEEK_V3, own=(96, 32)),
+        "v3-8-laid": RouterShape(8, 256, DEEPSEEK_V3, own=(0, 256)),
+        "one-group-1-laid": RouterShape(1, 256, Rule(chosen=8, scaling=2.5), own=(0, 256)),
+        "v3-64": RouterShape(64, 256, DEEPSEEK_V3),
+        "v3-512": RouterShape(512, 256, DEEPSEEK_V3),
+        "v3-8192": RouterShape(8192, 256, DEEPSEEK_V3),
+        "one-group-512": RouterShape(512, 64, Rule(chosen=6)),
+        "one-group-256": RouterShape(64, 256, Rule(chosen=8, scaling=2.5)),
+        "kimi-k2-64": RouterShape(64, 384, KIMI_K2),
+        "512-experts": RouterShape(64, 512, Rule(chosen=10)),
     }
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: RouterShape) -> Case:
     """The case of one shape."""
     return Case(
         name=f"router/{name}",
@@ -70,13 +72,13 @@ def case(name: str, shape: Shape) -> Case:
         kernel=partial(run, shape),
         reference=partial(expected, shape),
         work=work(shape),
-        plan=Plan(-(-shape.tokens // reference.ROWS), 4 * reference.ROWS * shape.experts),
+        plan=KernelPlan(-(-shape.tokens // reference.ROWS), 4 * reference.ROWS * shape.experts),
         tolerance=1e-5,
         baselines={"xla": lambda x, bias, counted: reference.choose(x, bias, shape.rule, counted > 0)},
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: RouterShape, key: jax.Array) -> CaseInputs:
     """Random logits, many of them equal: the order among equals is part of the result."""
     keys = jax.random.split(key)
     tokens = shape.tokens if shape.own else -(-shape.tokens // reference.ROWS) * reference.ROWS
@@ -85,14 +87,14 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return logits, bias, counted(shape, tokens).astype(jnp.int32)
 
 
-def counted(shape: Shape, tokens: int) -> Bool[Array, " T"]:
+def counted(shape: RouterShape, tokens: int) -> Bool[Array, " T"]:
     """Whether each of ``tokens`` chooses; padding does not."""
     token = jnp.arange(tokens)
     idle = shape.idle > 0 and token % shape.idle == 0
     return (token < shape.tokens) & ~jnp.asarray(idle)
 
 
-def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
+def run(shape: RouterShape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's choice for real tokens, rank by rank."""
     own = OwnGroups(*shape.own) if shape.own else None
     ids, weights, out = mosaic_gpu.choose(*inputs, own=own, rule=shape.rule, interpret=interpret)
@@ -102,7 +104,7 @@ def run(shape: Shape, *inputs: Any, interpret: Interpreter | None = None) -> tup
     return ids, weights, out[: -(-shape.tokens // reference.ROWS)]
 
 
-def expected(shape: Shape, logits: jax.Array, bias: jax.Array, counted: jax.Array) -> tuple[Array, ...]:
+def expected(shape: RouterShape, logits: jax.Array, bias: jax.Array, counted: jax.Array) -> tuple[Array, ...]:
     """The choice in plain jnp."""
     ids, weights = reference.choose(logits[: shape.tokens], bias, shape.rule, counted[: shape.tokens] > 0)
     if shape.own:
@@ -112,7 +114,7 @@ def expected(shape: Shape, logits: jax.Array, bias: jax.Array, counted: jax.Arra
     return ids.T, weights.T, counts
 
 
-def work(shape: Shape) -> Work:
+def work(shape: RouterShape) -> Work:
     """The least work: logits read, choices written."""
     return Work(
         flops=0,

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.check.case import Case, Inputs, Plan, Work
+from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.top_k import reference
 from kernels_pallas.top_k.api import top_k
 from kernels_pallas.top_k.mosaic_gpu import CHUNK, HELD, READERS, ROUNDS, cluster
@@ -61,7 +61,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> Inputs:
+def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     """Random scores of either sign, -inf for entries that a token does not see.
 
     The last token sees all entries, the first token fewer than it may choose.
@@ -79,12 +79,12 @@ def inputs(shape: Shape, key: jax.Array) -> Inputs:
     return (jnp.where(jnp.arange(shape.entries) < end, scores, -jnp.inf),)
 
 
-def plan(shape: Shape) -> Plan:
+def plan(shape: Shape) -> KernelPlan:
     """A thread block reads its share of a token's scores, and sorts them in as many rounds as bits need."""
     chunks = -(-shape.entries // CHUNK)
     blocks = cluster(shape.tokens, chunks)
     share = -(-chunks // (blocks * READERS))
-    return Plan(
+    return KernelPlan(
         blocks=shape.tokens * blocks,
         asked=4 * CHUNK * READERS * share * (1 if share <= HELD else ROUNDS + 2),
         path=ROUNDS * (ROUND + ROUND_OF_CHUNK * share),

@@ -27,7 +27,7 @@ class Prefill:
     Attributes:
         salt: salt of its digests.
         first: number of pages that the client has.
-        seconds: time for which the client waits for them.
+        seconds: seconds for which the client waits for them.
         ids: the prompt's tokens.
     """
 

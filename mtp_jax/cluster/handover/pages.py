@@ -19,7 +19,7 @@ class Missing:
     Attributes:
         digests: digests of all pages with which the prompt may begin.
         first: the number of the first missing page; the number of all pages if none is missing.
-        flushes: flushes of the cache so far.
+        flushes: number of flushes of the cache so far.
     """
 
     digests: Sequence[bytes]
@@ -28,7 +28,10 @@ class Missing:
 
 
 def missing(engine: Engine, request: Request) -> Missing:
-    """Pages of a request's prompt, not yet submitted, that the cache lacks. The engine has a host tier."""
+    """Pages of the prompt that the cache lacks, of a request that must not have been submitted yet.
+
+    The engine must have a host tier.
+    """
     assert engine.tier
     first = max(map(len, engine.scheduler.cached(request)))
     digests = request.residence.digests[: (len(request.prompt) - 1) // engine.config.page_size]

@@ -64,7 +64,7 @@ class Prefixes(Generic[_Replica]):
     def __init__(self, slack: int, remembered: int = _REMEMBERED) -> None:
         """slack: number of requests that the replica of a prefix may have more than the least busy replica.
 
-        remembered: digests that are kept, the least recently used being forgotten first.
+        remembered: number of digests that are kept, the least recently used being forgotten first.
         """
         self._slack, self._remembered = slack, remembered
         self._where: OrderedDict[bytes, _Replica] = OrderedDict()

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.decode.state import Slots
 from mtp_jax.model.backend import Backend
 
@@ -55,7 +55,7 @@ class Made(struct.PyTreeNode):
     def drafts(self, s: Slots, rules: DraftRules) -> Drafts:
         """A chain of every slot."""
         count = jnp.full_like(s.length, rules.wanted)
-        source = jnp.full_like(count, Source.NEXTN)
+        source = jnp.full_like(count, Origin.NEXTN)
         return Drafts(self.tokens[:, 1:], count, source, self.logits, self.probs, margins=self.margins)
 
 

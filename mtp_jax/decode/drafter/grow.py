@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import Source, TreeShape
+from mtp_jax.decode.keys import Origin, TreeShape
 from mtp_jax.decode.sampling import NO_TOKEN
 from mtp_jax.decode.state import Slots
 from mtp_jax.decode.tree import along
@@ -97,7 +97,7 @@ class GrownTrees:
         grown = self.on.repeated(1, shape.steps, jnp.minimum(wanted, shape.steps), self._step, grown)
         count = jnp.full_like(s.length, wanted)
         tokens, parents = grown.found.best(self.rules.depth, jnp.minimum(count, s.depth))
-        source = jnp.full_like(count, Source.NEXTN)
+        source = jnp.full_like(count, Origin.NEXTN)
         return Drafts(tokens, count, source, None, None, parents), grown.cache
 
     def _root(self, pending: Float[Array, "B one D"], cache: LayerCache) -> _Grown:

@@ -29,8 +29,8 @@ class DraftRules(struct.PyTreeNode):
     """The rules of one step's drafts.
 
     Attributes:
-        depth: drafts that there is room for.
-        wanted: drafts to make, ``depth`` at most.
+        depth: number of drafts that there is room for.
+        wanted: number of drafts to make, which must be ``depth`` at most.
         allowed: tokens that grammars allow at each position, as far as known before there are drafts (see
             ``restrict``).
         drafting: None for steps in which every row is greedy.

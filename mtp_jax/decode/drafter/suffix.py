@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.drafter.protocol import Committed, Drafter, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import MAX_DRAFTS, Source
+from mtp_jax.decode.keys import MAX_DRAFTS, Origin
 from mtp_jax.decode.sampling import permits
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.model.backend import Backend
@@ -161,7 +161,7 @@ def _replaced(
     return drafts.replace(
         tokens=jnp.where(use[:, None], tokens, drafts.tokens),
         count=jnp.where(use, count, drafts.count),
-        source=jnp.where(use, Source.SUFFIX, drafts.source),
+        source=jnp.where(use, Origin.SUFFIX, drafts.source),
         probs=probs,
         parents=parents,
     )

@@ -109,7 +109,7 @@ class BlockConfig(DraftHead):
 
     Attributes:
         layers: sizes of the head's layers; their vocabulary is the one that the head drafts from.
-        block: rows of a block: the newest token, then masks.
+        block: number of rows of a block: the newest token, then masks.
         mask: the token id of a mask.
         anchored: ``sample_from_anchor``: row i is draft i + 1, so that there are as many drafts as rows; else
             row 0 is no draft.

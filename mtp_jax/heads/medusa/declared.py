@@ -66,8 +66,8 @@ class MedusaConfig(DraftHead):
     """Medusa heads (arXiv 2401.10774, section 2.1.1), one for each draft, over the final hidden state.
 
     Attributes:
-        heads: their number.
-        layers: residual blocks of each head.
+        heads: number of heads.
+        layers: number of residual blocks of each head.
         bias: whether the blocks add a bias.
     """
 
@@ -103,7 +103,7 @@ class MedusaConfig(DraftHead):
 
     @classmethod
     def names(cls, names: Collection[str]) -> dict[str, str]:
-        """vLLM's names, of tensors in either naming."""
+        """Turns names of tensors, the authors' or vLLM's, into vLLM's."""
         return {name: _own_name(name) for name in names}
 
     @classmethod

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.decode.drafter.drawn import chains
 from mtp_jax.decode.drafter.protocol import FINAL, Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
-from mtp_jax.decode.keys import NodePath, Source, TreeShape
+from mtp_jax.decode.keys import NodePath, Origin, TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
 from mtp_jax.heads.medusa.declared import MedusaConfig, MedusaTree
 from mtp_jax.model.backend import Backend
@@ -113,7 +113,7 @@ class Medusa:
         tokens = jnp.stack(found, axis=1)[:, steps, ranks]
         parents = jnp.broadcast_to(jnp.array([numbers[way[:-1]] for way in ways]), tokens.shape)
         count = jnp.full_like(s.length, rules.wanted)
-        return Drafts(tokens, count, jnp.full_like(count, Source.NEXTN), None, None, parents)
+        return Drafts(tokens, count, jnp.full_like(count, Origin.NEXTN), None, None, parents)
 
     def observe(self, params: Params, own: DrafterState, seen: Committed, on: Backend) -> DrafterState:
         """Keep the hidden state of the last of these tokens."""

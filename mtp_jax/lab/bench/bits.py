@@ -19,7 +19,7 @@ class Bits:
 
     Attributes:
         context: number of tokens of a piece; the first is not predicted.
-        tokens: predicted tokens, all pieces together.
+        tokens: number of predicted tokens, all pieces together.
         bits: bits of each piece. bytes: for each piece, the UTF-8 bytes that its predicted tokens decode to.
     """
 

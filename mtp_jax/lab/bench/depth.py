@@ -23,7 +23,7 @@ class Decode:
 
     Attributes:
         seconds: time of each prompt, from the first token to the last.
-        tokens: tokens decoded in that time, all prompts together.
+        tokens: number of tokens decoded in that time, all prompts together.
         speculation: counts of all prompts.
         texts: output ids per prompt.
     """

@@ -52,8 +52,8 @@ class StepLoad:
 
     Attributes:
         depths, slots: each pair of these is a level.
-        rows: cached rows of each slot; None: ``ROWS``, or the most that leave the model positions for the
-            steps.
+        rows: number of cached rows of each slot; None: ``ROWS``, or the most that leave the model positions
+            for the steps.
         acceptance: the option of ``LLM``; each depth has the first of several shares.
         steps: number of steps to time at each level.
         sampled: whether steps are of the program that can sample, which a server runs for greedy rows, too.
@@ -74,7 +74,7 @@ class StepLevel:
     Attributes:
         cfg: the model; at depth 0 its trunk alone.
         config: sizes of the engine.
-        rows: cached rows of each slot before the first step.
+        rows: number of cached rows of each slot before the first step.
         sampled: see ``StepLoad``.
     """
 

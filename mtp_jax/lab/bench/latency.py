@@ -71,7 +71,7 @@ class LatencySummary:
     Attributes:
         requests: number of requests that got a token.
         tokens: number of generated tokens.
-        seconds: from the first request to the last token.
+        seconds: seconds from the first request to the last token.
         ttft: time to first token.
         tpot: time per output token after the first, one value per request.
         itl: time between tokens, one value per token; tokens of one step share its time.

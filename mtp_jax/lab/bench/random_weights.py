@@ -53,7 +53,7 @@ def abstract_params(cfg: ModelConfig, dtype: str, keep: Collection[str], mesh: M
 def random_params(key: jax.Array, shapes: Any, experts: int) -> Any:
     """Random numbers in the place of each parameter of a tree of shapes; narrow weights have one scale each.
 
-    experts: routed experts of a layer, of which a table of experts by token names some.
+    experts: number of routed experts of a layer, of which a table of experts by token names some.
     """
     leaves, tree = jax.tree.flatten(shapes, is_leaf=is_narrow)
     keys = jax.random.split(key, len(leaves))

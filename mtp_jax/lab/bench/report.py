@@ -29,7 +29,7 @@ class Report:
         rows: rows of the table.
         notes: lines below the table.
         figures: all measurements, ready for JSON.
-        pending: levels not measured yet; the report grows with each level.
+        pending: number of levels not measured yet; the report grows with each level.
         faults: failures that the measurement found, for which the command fails.
     """
 

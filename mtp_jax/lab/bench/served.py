@@ -42,7 +42,7 @@ class ServerLoad:
         of requests of each level.
         arrivals: spacing of requests, "poisson" or "fixed".
         seed: seed of arrivals and of the order of prompts.
-        seconds: after which a request without new data has failed.
+        seconds: seconds without new data after which a request has failed.
     """
 
     rates: Sequence[float]

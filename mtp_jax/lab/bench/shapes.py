@@ -20,7 +20,7 @@ class NamedShape:
     Attributes:
         about: its description.
         whole: the model with all its layers.
-        layers: layers of the trunk where no other number is asked for.
+        layers: number of layers of the trunk where no other number is asked for.
     """
 
     about: str
@@ -96,7 +96,7 @@ def find(model: Path, layers: int | None, trunk_alone: bool) -> tuple[str, Model
     Args:
         model: a name of ``NAMED`` or of ``planning.published.KNOWN``, a directory with config.json, or that
             file.
-        layers: layers of the trunk to keep; None: the shape's own number.
+        layers: number of layers of the trunk to keep; None: the shape's own number.
         trunk_alone: whether nothing will be drafted.
 
     Raises ConfigError.

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.decode.keys import StepKey
-from mtp_jax.decode.launches import Step
+from mtp_jax.decode.launches import StepLaunch
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.decode.state import Slots, State
 from mtp_jax.lab.bench.trace import Trace, read
@@ -41,7 +41,7 @@ class MeasuredSteps:
     Attributes:
         seconds: the time of a step.
         call: seconds that the host takes to launch one.
-        tokens: tokens per step and slot.
+        tokens: number of tokens per step and slot.
         launches: the launches of ``TRACED`` steps.
     """
 
@@ -64,10 +64,10 @@ def measure(runner: LocalRunner, key: StepKey, rows: int, steps: int) -> Measure
     runner.compile([key])
     declare(runner, key.depth, rows)
     counts, calls, times = [], [], []
-    pending = runner.do(Step(key))
+    pending = runner.do(StepLaunch(key))
     for _ in range(SETTLE + steps):
         began = time.perf_counter()
-        following = runner.do(Step(key))
+        following = runner.do(StepLaunch(key))
         calls.append(time.perf_counter() - began)
         counts.append(pending.read().packed[:, key.depth + 1].mean())
         times.append(time.perf_counter() - began)
@@ -112,7 +112,7 @@ def _traced(runner: LocalRunner, key: StepKey) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options), jax.profiler.TraceAnnotation(_WINDOW):
             for _ in range(TRACED):
-                runner.do(Step(key)).read()
+                runner.do(StepLaunch(key)).read()
         (recorded,) = Path(folder).rglob("*.xplane.pb")
         return read(recorded, _WINDOW)
 

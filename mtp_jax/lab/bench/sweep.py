@@ -36,11 +36,11 @@ class SweepLoad:
 
     Attributes:
         concurrency: requests at a time; each level is measured.
-        depth: drafts per step of "fixed", and most drafts of "adaptive".
+        depth: number of drafts per step of "fixed", and most drafts of "adaptive".
         requests: number per run; None: four times the concurrency, at least 16.
         prompt_tokens, max_tokens: lengths of every request.
         temperature: 0 is greedy.
-        rounds: runs of every mode at every level, after one that is not measured.
+        rounds: number of runs of every mode at every level, after one that is not measured.
     """
 
     concurrency: Sequence[int]

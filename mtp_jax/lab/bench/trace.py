@@ -29,7 +29,7 @@ class Trace:
     """Instructions that ran in the measured time.
 
     Attributes:
-        start, end: bounds of the measured time, in nanoseconds.
+        start, end: nanoseconds at which the measured time begins and ends.
         lines: instructions by thread or stream.
     """
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import Chunk, MaskMaker, Result
-from mtp_jax.decode.keys import COUNT, EXTRA_COLUMNS, FINISH, Finish, Source, StepKey
+from mtp_jax.decode.keys import COUNT, EXTRA_COLUMNS, FINISH, Finish, Origin, StepKey
 from mtp_jax.decode.launches import Launch
 from mtp_jax.lab.planning.launch_time import LaunchWork
 from mtp_jax.simulate.device import DEFERRED
@@ -92,7 +92,7 @@ class Counted(NoPrograms):
 
     def _launch(self, launch: Launch[Any], masks: MaskMaker | None) -> Callable[[], Any]:
         match launch:
-            case launches.Step(key, chunk):
+            case launches.StepLaunch(key, chunk):
                 end, result = self._runs(self._times.launch(self._work(key, chunk))), self._step(key, chunk)
                 self._slots = max(key.slots, 1)
                 return lambda: (self.time.until(end), result)[1]
@@ -145,7 +145,7 @@ class Counted(NoPrograms):
         accepted = (kept & (index < drafted[:, None])).sum(axis=1)
         count = np.minimum(accepted + 1, self._remaining[at])
         self._length[at] += count
-        extra[at] = np.stack([count, accepted, drafted, self._emit(at, count), 0 * at + Source.NEXTN], axis=1)
+        extra[at] = np.stack([count, accepted, drafted, self._emit(at, count), 0 * at + Origin.NEXTN], axis=1)
         if chunk is not None:
             rows = np.flatnonzero(chunk.count)
             slots, final, begins = chunk.slot[rows], chunk.final[rows], chunk.follows[rows] < 0

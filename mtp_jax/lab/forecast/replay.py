@@ -27,7 +27,7 @@ class Service:
     """An engine to be, and the times of its launches.
 
     Attributes:
-        shards: data shards.
+        shards: number of data shards.
         limits: bounds of the queue, as a server has them.
         rates: chance that each draft is accepted, once all before it were; the last holds for all further.
         seed: of drafts that are accepted, and of prompts.
@@ -47,11 +47,11 @@ class RequestTimes:
     """Times of one request, in seconds.
 
     Attributes:
-        at: its arrival, after the first arrival.
-        waited: from its arrival until it has a slot.
-        first: from its arrival to its first token.
-        per_token: from token to token after that, on average; None for one token.
-        whole: from its arrival to its last token.
+        at: seconds from the first arrival to its own.
+        waited: seconds from its arrival until it has a slot.
+        first: seconds from its arrival to its first token.
+        per_token: seconds from token to token after that, on average; None for one token.
+        whole: seconds from its arrival to its last token.
     """
 
     at: float
@@ -67,9 +67,9 @@ class Outcome:
 
     Attributes:
         served: requests in order of arrival.
-        refused: requests for which the queue had no room.
-        cut: requests whose output ended at the longest that the engine has room for.
-        seconds: from the first arrival to the last token.
+        refused: number of requests for which the queue had no room.
+        cut: number of requests whose output ended at the longest that the engine has room for.
+        seconds: seconds from the first arrival to the last token.
         idle: seconds of them in which no program ran.
         speculation: drafts of all requests.
         stats: totals of the engine.

@@ -25,21 +25,22 @@ class Deployment:
         cfg: the model.
         storage: formats of its weights.
         gpu: the kind of GPU.
-        data: groups of GPUs, each with requests of its own.
-        model: GPUs in a group, which divide heads, dense layers and the vocabulary. All divide the experts.
-        hosts: NVLink domains that the GPUs are spread over.
+        data: number of groups of GPUs, each with requests of its own.
+        model: number of GPUs in a group, which divide heads, dense layers and the vocabulary. All divide the
+            experts.
+        hosts: number of NVLink domains that the GPUs are spread over.
         requests: number of requests decoded at a time, by all GPUs together.
-        context: cached tokens of each request.
-        depth: drafts per step.
-        tokens_per_step: tokens that a request gains per step.
+        context: number of cached tokens of each request.
+        depth: number of drafts per step.
+        tokens_per_step: number of tokens that a request gains per step.
         cache: "bfloat16" or "fp8".
         attention: the format that attention multiplies. This engine first expands an FP8 cache to bfloat16.
-        redundant: second copies of experts.
-        imbalance: rows of experts of the busiest GPU over the mean.
+        redundant: number of second copies of experts.
+        imbalance: ratio of the rows of experts of the busiest GPU to the mean.
         exchange: the way of rows to their experts.
-        memory_fraction: the share of a GPU's memory that is used.
+        memory_fraction: share of a GPU's memory that is used.
         micro_batches: 1, or 2: one half is computed while the other is exchanged.
-        page_size: tokens of a page of the cache; None: the usual number.
+        page_size: number of tokens of a page of the cache; None: the usual number.
     """
 
     cfg: ModelConfig

@@ -21,12 +21,12 @@ class Gpu:
 
     Attributes:
         name: its name in options and tables.
-        memory_mib: memory in MiB.
+        memory_mib: MiB of memory.
         bandwidth: bytes per second from memory.
-        bf16, fp8, fp4: peak operations per second; where there is no FP4, that of FP8.
+        bf16, fp8, fp4: operations per second at most; where there is no FP4, that of FP8.
         nvlink: bytes per second and direction to GPUs of the same NVLink domain.
         network: bytes per second and direction to other domains, by the network adapter of each GPU.
-        domain: GPUs of an NVLink domain.
+        domain: number of GPUs of an NVLink domain.
         young: whether kernels reach a smaller share of its peaks than on Hopper.
     """
 

@@ -19,11 +19,11 @@ class LaunchWork:
     """One launch.
 
     Attributes:
-        slots: rows of windows, of all groups of GPUs; 0: no windows.
-        depth: drafts of each.
-        context: cached tokens of a slot, on average over the slots of the busiest group.
-        prompts: rows of prompts, of each group, idle rows included; 0: no chunk.
-        seen: tokens that a token of the chunk attends to, on average.
+        slots: number of rows of windows, of all groups of GPUs; 0: no windows.
+        depth: number of drafts of each.
+        context: number of cached tokens of a slot, on average over the slots of the busiest group.
+        prompts: number of rows of prompts, of each group, idle rows included; 0: no chunk.
+        seen: number of tokens that a token of the chunk attends to, on average.
     """
 
     slots: int

@@ -18,10 +18,10 @@ class Memory:
     Attributes:
         of: the whole memory, the weights (with NextN layers if there are drafts) and the programs' part.
         experts: bytes of routed experts among the weights.
-        per_token: cache of a token, in all layers.
-        per_slot: cache of a request beside its tokens, in all layers.
-        groups: groups of GPUs, each with a cache for requests of its own.
-        context: cached tokens of a request.
+        per_token: bytes of the cache of a token, in all layers.
+        per_slot: bytes of the cache of a request beside its tokens, in all layers.
+        groups: number of groups of GPUs, each with a cache for requests of its own.
+        context: number of cached tokens of a request.
     """
 
     of: Room

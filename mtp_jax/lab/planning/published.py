@@ -31,7 +31,7 @@ class Point:
         name: the name of the measurement.
         source: a key of ``SOURCES``.
         deployment: the model, the GPUs and the load.
-        rate: tokens per second, of one user or of one GPU.
+        rate: number of tokens per second, of one user or of one GPU.
         per_user: whether ``rate`` is that of one user.
         open: assumptions about facts that the source leaves out.
     """

@@ -46,7 +46,7 @@ class StepTime:
     Attributes:
         seconds: time of each piece: the pieces of COMPUTING, streams (of a model that has several), launches,
             exchange, hidden (negative: the time that two micro-batches save), drafting.
-        launches: kernels of the trunk and head.
+        launches: number of kernels of the trunk and head.
         sent: bytes that one GPU sends for the trunk.
     """
 
@@ -80,7 +80,7 @@ class Band:
 
 
 def band(d: Deployment) -> Band:
-    """The step of a deployment as a band."""
+    """The band that the time of a deployment's step lies in."""
     usual, lean = (step(d, fit.on(d.gpu)) for fit in BAND)
     return Band(usual, lean, d.micro_batches)
 
@@ -161,9 +161,9 @@ class _Times:
 
     Attributes:
         d, fit: the deployment, and the shares of peaks that it reaches.
-        busiest: requests of the group that has most.
-        requests: requests of all groups.
-        width: tokens of each request in this pass.
+        busiest: number of requests of the busiest group.
+        requests: number of requests of all groups.
+        width: number of tokens of each request in this pass.
     """
 
     d: Deployment

@@ -82,9 +82,10 @@ class WeightCounts:
     """Numbers of weights, by the way in which they are stored.
 
     Attributes:
-        narrow: projections, in the checkpoint's format if it has one.
-        half: tables, biases, matrices absorbed by queries and outputs, the merge of NextN: always in 16 bits.
-        single: norms, routers, compressors and hyper-connections: always in float32.
+        narrow: number of weights of projections, in the checkpoint's format if it has one.
+        half: number of weights of tables, biases, matrices absorbed by queries and outputs, the merge of
+            NextN: always in 16 bits.
+        single: number of weights of norms, routers, compressors and hyper-connections: always in float32.
     """
 
     narrow: int = 0
@@ -110,7 +111,7 @@ class BlockWeights:
         heads: parts of attention that GPUs divide by heads.
         mlp: the dense MLP or the shared experts, which GPUs divide by width.
         router: the router, whole on each GPU; zero in a dense block.
-        expert: weights of one routed expert. Experts are divided over all GPUs.
+        expert: number of weights of one routed expert. Experts are divided over all GPUs.
         experts: number of routed experts; 0 in a dense block.
     """
 

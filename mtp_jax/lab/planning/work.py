@@ -10,10 +10,10 @@ class AttentionWork:
     """Attention of one sequence in one layer.
 
     Attributes:
-        rows: cached rows that are read, entries of compressed attention among them.
-        flops: operations of scores and mixed values, of all heads.
+        rows: number of cached rows that are read, entries of compressed attention among them.
+        flops: number of operations of scores and mixed values, of all heads.
         keys: index keys that are read.
-        scoring: operations of the indexer.
+        scoring: number of operations of the indexer.
     """
 
     rows: int

@@ -19,7 +19,7 @@ class Compilation:
 
     Attributes:
         program: the function's name, such as ``jit(step_b8_k3_p16)``.
-        seconds: its duration.
+        seconds: seconds that it took.
         ended: ``time.perf_counter()`` at its end.
     """
 

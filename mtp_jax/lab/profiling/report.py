@@ -25,7 +25,7 @@ class Program:
     Attributes:
         name: its name in HLO and in the trace.
         launches: number of launches in the traced steps; 0 where the backend does not separate launches.
-        seconds: mean time of a traced launch, from its first instruction to its last.
+        seconds: seconds of a traced launch on average, from its first instruction to its last.
         work: the least bytes and operations of a launch.
         xla: FLOPs and bytes as XLA counts them.
         memory: bytes by kind.

@@ -86,7 +86,7 @@ class Panel:
     names: tuple[str, ...]
 
     def name(self, curve: int) -> str:
-        """The name of a curve, from 0."""
+        """The name of a curve by its number, which counts from 0."""
         last = len(self.names) - 1
         return self.names[curve] if curve < last else f"{self.names[last]} {curve - last + 1}"
 

@@ -35,8 +35,8 @@ class KvHeads:
 
     Attributes:
         of: kv head of each query head; the first entry shows where a device's kv heads begin.
-        count: kv heads of a row.
-        group: query heads that share a kv head.
+        count: number of kv heads of a row.
+        group: number of query heads that share a kv head.
     """
 
     of: Int[Array, " N"]

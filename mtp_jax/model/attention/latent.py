@@ -46,7 +46,7 @@ class Latent(OverRows):
             return Entries(rows, keys)
 
     def by_head(self, a: Attention, cfg: ModelConfig) -> Ups:
-        """The up-projections as arrays."""
+        """Turns the up-projections into arrays."""
         return Ups(expand(a.k_up, jnp.float32), expand(a.v_up, jnp.float32))
 
     def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:

@@ -33,9 +33,10 @@ class Exchange:
     """An all-to-all between domains of data shards, a gather within each.
 
     Attributes:
-        shards: data shards in all.
+        shards: number of data shards in all.
         domain: number of neighbouring data shards in a domain; 1: each shard is a domain.
-        room: rows that a pair of domains has room for, over the mean of choices that are spread evenly.
+        room: ratio of the rows that a pair of domains has room for to the mean of choices that are spread
+            evenly.
     """
 
     shards: int

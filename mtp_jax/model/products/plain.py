@@ -60,7 +60,7 @@ class Products:
         return constrain(x + functools.reduce(jnp.add, map(summed, outs)), self.mesh, "slots", None, None)
 
     def tap(self, x: Residual) -> Float[Array, "B W D"]:
-        """The stream as an array."""
+        """Turns the stream into an array."""
         return x
 
     def finish(self, x: Residual, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:

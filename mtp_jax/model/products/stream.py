@@ -70,7 +70,7 @@ def parts(x: ProductResult, mesh: Mesh | None) -> Parts:
 
 
 def summed(x: ProductResult) -> Float[Array, "B W D"]:
-    """The result as an array."""
+    """Turns the result into an array."""
     return x.summed() if isinstance(x, Parts) else x
 
 

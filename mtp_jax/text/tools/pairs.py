@@ -64,7 +64,7 @@ class Member:
         self.around, self.between = ('"{" INDENT?', 'INDENT? "}"'), 'INDENT? "," INDENT?'
 
     def spelt(self, key: str) -> str:
-        """The terminal of the key as a JSON string."""
+        """Turns the key into a terminal, as a JSON string."""
         return json.dumps(json.dumps(key, ensure_ascii=False))
 
     def of_key(self, key: str, value: str) -> str:

@@ -79,7 +79,7 @@ def _search(pattern: str) -> str:
 
 
 def terminal(expression: str) -> str:
-    """A regular expression as a terminal of a Lark grammar."""
+    """Turns a regular expression into a terminal of a Lark grammar."""
     found, escaped = "", False
     for character in expression:
         found += {"/": "/" if escaped else "\\/", "\n": "n" if escaped else "\\n"}.get(character, character)

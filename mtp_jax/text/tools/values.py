@@ -116,7 +116,7 @@ def as_json(text: str) -> str | None:
 
 
 def as_string(text: str) -> str:
-    """A text as a JSON string."""
+    """Turns a text into a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 

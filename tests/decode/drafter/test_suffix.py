@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.drafter.suffix import REACH, SHORTEST, Suffix, continuation, longest_match
-from mtp_jax.decode.keys import Source
+from mtp_jax.decode.keys import Origin
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -169,7 +169,7 @@ def check_steps(request: Request, output: list[int]) -> None:
     ):
         end, length = brute(text[:known], REACH)
         matched = drafted > 0 and request.suffix_drafts and length >= SHORTEST
-        assert source is (Source.SUFFIX if matched else Source.NEXTN)
+        assert source is (Origin.SUFFIX if matched else Origin.NEXTN)
         if matched:
             assert accepted == agreement(goes_on(text[:known], end, drafted), text[known:])
         known += accepted + 1
@@ -184,7 +184,7 @@ def check(requests: list[Request]) -> None:
     assert [r.progress.output for r in requests] == plain()
     for request, output in zip(requests, told(), strict=True):
         check_steps(request, output)
-        suffix = request.progress.speculation.of(Source.SUFFIX)
+        suffix = request.progress.speculation.of(Origin.SUFFIX)
         assert suffix.drafted_per_step[-1] in suffix.accepted_per_step
 
 
@@ -197,7 +197,7 @@ def test_the_text_is_that_without_drafts(options):
     engine = engine_with(**options)
     requests = serve(engine, copying())
     check(requests)
-    suffix, nextn = (whole(requests).of(s) for s in (Source.SUFFIX, Source.NEXTN))
+    suffix, nextn = (whole(requests).of(s) for s in (Origin.SUFFIX, Origin.NEXTN))
     assert nextn.accepted > 0
     stats = engine.stats()
     assert stats.drafted_by_source == {"nextn": nextn.drafted, "suffix": suffix.drafted}
@@ -211,9 +211,9 @@ def test_more_is_accepted_than_of_nextn_alone():
     alone, requests = serve(engine_with(suffix_drafts=False), copying()), serve(engine_with(), copying())
     assert [r.progress.output for r in alone] == [r.progress.output for r in requests] == plain()
     for a, r in zip(alone, requests, strict=True):
-        assert set(a.progress.speculation.source_per_step) == {Source.NEXTN}
+        assert set(a.progress.speculation.source_per_step) == {Origin.NEXTN}
         assert rate(r.progress.speculation) > rate(a.progress.speculation) > 0
-    assert rate(whole(requests).of(Source.SUFFIX)) > 2 * rate(whole(alone))
+    assert rate(whole(requests).of(Origin.SUFFIX)) > 2 * rate(whole(alone))
 
 
 def rate(spec: Speculation) -> float:
@@ -245,10 +245,10 @@ def test_each_request_has_its_own_depth_and_may_refuse():
         check_steps(request, output)
     two, refused, free = (r.progress.speculation for r in requests)
     assert set(two.drafted_per_step) == {2}
-    assert two.of(Source.SUFFIX).accepted > 0
-    assert set(refused.source_per_step) == {Source.NEXTN}
+    assert two.of(Origin.SUFFIX).accepted > 0
+    assert set(refused.source_per_step) == {Origin.NEXTN}
     assert refused.accepted > 0
-    assert free.of(Source.SUFFIX).accepted > 0
+    assert free.of(Origin.SUFFIX).accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_without_nextn_layers_only_matches_are_drafts(depth):
     requests = serve(engine, copying())
     check(requests)
     spec = whole(requests)
-    assert spec.drafted == spec.of(Source.SUFFIX).drafted
+    assert spec.drafted == spec.of(Origin.SUFFIX).drafted
     assert set(spec.drafted_per_step) == {0, depth}
 
 
@@ -279,7 +279,7 @@ def test_the_nextn_cache_is_right_whatever_was_drafted():
         runner = local_runner(engine)
         runner.flushed()
         state = runner.state
-        if not state.slots.active[0] or Source.SUFFIX not in request.progress.speculation.source_per_step:
+        if not state.slots.active[0] or Origin.SUFFIX not in request.progress.speculation.source_per_step:
             continue
         known = int(state.slots.length[0]) + 1
         got = next_drafts(engine, state)
@@ -302,7 +302,7 @@ def _propose(params: Params, own: Any, slots: Any) -> jax.Array:
     return drafts.logits
 
 
-def drafting(request: Request) -> list[tuple[int, Source]]:
+def drafting(request: Request) -> list[tuple[int, Origin]]:
     spec = request.progress.speculation
     return [*zip(spec.accepted_per_step, spec.source_per_step, strict=True)]
 
@@ -357,7 +357,7 @@ def test_a_request_that_moves_takes_its_text_along():
     assert requests[2].residence.slot < 2
     assert requests[2].progress.output == plain()[2]
     check_steps(requests[2], told()[2])
-    assert requests[2].progress.speculation.of(Source.SUFFIX).accepted > 0
+    assert requests[2].progress.speculation.of(Origin.SUFFIX).accepted > 0
 
 
 @pytest.mark.slow
@@ -376,7 +376,7 @@ def test_sampled_text_depends_on_its_seed_alone(verifier):
     together = serve(engine, jobs)
     apart = [serve(engine, [job])[0] for job in jobs]
     assert [r.progress.output for r in together] == [r.progress.output for r in apart]
-    assert whole(together).of(Source.SUFFIX).accepted > 0
+    assert whole(together).of(Origin.SUFFIX).accepted > 0
     if verifier == "coupled":
         none = [(p, replace(s, num_speculative_tokens=0)) for p, s in jobs]
         assert [r.progress.output for r in serve(engine, none, compiled=True)] == [
