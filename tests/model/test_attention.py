@@ -16,12 +16,13 @@ from mtp_jax.model.attention.pages import by_loop, by_scatter
 from mtp_jax.model.attention.source import Paged, Whole
 from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, Views, empty_cache, read_rows
-from mtp_jax.model.config import MlaConfig, ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form, Queries, Ups
 from mtp_jax.model.params import Attention, Layer
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
+from tests.model.kinds import latent
 from tests.models import TINY, apart, rigged
 from tests.rounding import error, near, of_model
 
@@ -146,7 +147,7 @@ def test_both_forms_of_both_backends_agree_under_any_mask(rng):
     @jax.jit
     def by_all(q, rows, mask):
         return [
-            on.kinds[MlaConfig].attend(q, ups(), Whole(rows, mask, form=form), 0.3)
+            latent(on).attend(q, ups(), Whole(rows, mask, form=form), 0.3)
             for on in (xla(), xla_cpu())
             for form in get_args(Form)
         ]
@@ -168,9 +169,7 @@ def test_the_two_forms_have_the_same_derivatives(on, rng):
     weigh = jnp.asarray(rng.normal(size=(B, 3, *w.v.shape[:2])), jnp.float32)
 
     def total(form, q, w, rows):
-        return (
-            on.kinds[MlaConfig].attend(q, w, Whole(rows, jnp.asarray(mask), form=form), 0.3) * weigh
-        ).sum()
+        return (latent(on).attend(q, w, Whole(rows, jnp.asarray(mask), form=form), 0.3) * weigh).sum()
 
     @jax.jit
     def both(*given):
@@ -199,12 +198,12 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form, rng):
     @jax.jit
     def attended(cache, view):
         source = Paged(cache, replace(view, form=form), TINY.row)
-        return xla_cpu().kinds[MlaConfig].attend(q, ups(), source, 0.3)
+        return latent(xla_cpu()).attend(q, ups(), source, 0.3)
 
     @jax.jit
     def plainly(seen, view):
         whole = Whole(seen, view.visible.mask(3, columns * SIZE), form=form)
-        return xla().kinds[MlaConfig].attend(q, ups(), whole, 0.3)
+        return latent(xla()).attend(q, ups(), whole, 0.3)
 
     found = {}
     for others in (-1, 2, SIZE, 3 * SIZE, columns * SIZE - 3):
@@ -231,7 +230,7 @@ def test_prefill_takes_the_form_with_fewer_operations():
     """Per head and cached row: naive (h + v) C once and h + R + v per token, absorbed 2 C + R per token."""
     cfg = replace(TINY, kv_lora_rank=192, qk_nope_head_dim=64, v_head_dim=64)
     h, v, c, r = cfg.qk_nope_head_dim, cfg.v_head_dim, cfg.kv_lora_rank, cfg.qk_rope_head_dim
-    forms = [xla_cpu().kinds[MlaConfig].prefill_form(cfg, w) for w in range(1, 300)]
+    forms = [latent(xla_cpu()).prefill_form(cfg, w) for w in range(1, 300)]
     fewer = [w * (2 * c + r) <= (h + v) * c + w * (h + r + v) for w in range(1, 300)]
     assert forms == ["absorbed" if few else "naive" for few in fewer]
     assert len(set(forms)) == 2, "there is nothing to choose in this model"
@@ -243,9 +242,7 @@ def test_large_scores_do_not_overflow(form, rng):
     rows = jnp.asarray(rng.normal(size=(B, 5, TINY.row.width)), jnp.float32)
     for on in (xla(), xla_cpu()):
         run = jax.jit(
-            lambda q, rows, mask, on=on: on.kinds[MlaConfig].attend(
-                q, ups(), Whole(rows, mask, form=form), 1e4
-            )
+            lambda q, rows, mask, on=on: latent(on).attend(q, ups(), Whole(rows, mask, form=form), 1e4)
         )
         out = run(q, rows, np.ones((B, 1, 5), bool))
         assert np.isfinite(out).all()

@@ -26,7 +26,7 @@ from mtp_jax.model.attention import hopper as by_kernels
 from mtp_jax.model.attention.source import Paged
 from mtp_jax.model.backend import Backend, backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache
-from mtp_jax.model.config import MlaConfig, RowFormat
+from mtp_jax.model.config import RowFormat
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Queries, Ups
@@ -38,6 +38,7 @@ from mtp_jax.model.sharding import make_mesh
 from mtp_jax.model.spec import may_be_narrow, scale_spec
 from mtp_jax.model.visible import chain
 from tests.golden import model_dir
+from tests.model.kinds import latent
 from tests.models import GREEDY, TINY, Reference, make_engine, prompts, rigged, serve
 from tests.rounding import near, of_model, roundoff
 
@@ -439,7 +440,7 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch, r
     cache = xla().write_rows(LayerCache(normal(7, 4, rank + rope)), LayerCache(rows), table, positions)
     source = Paged(cache, view, RowFormat(rank + rope, (rank, rank + rope), rank, 128))
     want, got = (
-        jax.jit(on.kinds[MlaConfig].attend, static_argnums=3)(q, Ups(*ups), source, 0.3)
+        jax.jit(latent(on).attend, static_argnums=3)(q, Ups(*ups), source, 0.3)
         for on in (xla(), mosaic_gpu(strict=True))
     )
     # Keys or queries from the latents, scores, a sum over the rows, values from the latents.

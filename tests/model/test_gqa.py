@@ -20,6 +20,7 @@ from mtp_jax.model.narrow import Bf16
 from mtp_jax.model.sharding import check_divisible
 from mtp_jax.model.visible import chain
 from tests import models
+from tests.model.kinds import gqa
 from tests.models import apart, rigged
 from tests.rounding import near
 
@@ -49,11 +50,8 @@ def test_each_part_of_the_heads_asks_its_own_kv_heads(parts: int):
 
     @jax.jit
     def attend(q: jax.Array, heads: jax.Array, mask: jax.Array) -> jax.Array:
-        return (
-            xla()
-            .kind(CFG)
-            .attend(Queries(q), KvHeads(heads, G, N // G), Whole(rows, mask), CFG.softmax_scale)
-        )
+        whole = Whole(rows, mask)
+        return gqa(xla()).attend(Queries(q), KvHeads(heads, G, N // G), whole, CFG.softmax_scale)
 
     pairs = zip(np.split(q, parts, axis=2), np.split(kv_heads, parts), strict=True)
     got = np.concatenate([attend(mine, heads, mask) for mine, heads in pairs], axis=2)

@@ -21,10 +21,11 @@ from mtp_jax.model import indexer
 from mtp_jax.model.attention.source import Chosen, Paged
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import LayerCache, PagedView
-from mtp_jax.model.config import IndexerConfig, MlaConfig, RowFormat
+from mtp_jax.model.config import IndexerConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING, IndexQueries
 from mtp_jax.model.mla import Queries, Ups
 from mtp_jax.model.visible import chain
+from tests.model.kinds import latent
 from tests.models import TINY, apart
 from tests.rounding import near
 
@@ -155,14 +156,12 @@ def test_pages_are_chosen_from_like_a_whole_sequence(draw):
 
     @jax.jit
     def both(q, pages, whole):
-        by_pages = xla().kinds[MlaConfig].choose(q, paged(LayerCache(latents, pages), where), TOPK)
+        by_pages = latent(xla()).choose(q, paged(LayerCache(latents, pages), where), TOPK)
         mask = where.visible.mask(W, ROWS)
         return by_pages, top_k_reference(indexer.masked(indexer.scores(q, whole), mask), TOPK)
 
     np.testing.assert_array_equal(*both(q, pages, whole))
-    assert xla().kinds[MlaConfig].choose(q, paged(LayerCache(latents, keys), where), ROWS) is None, (
-        "all of it"
-    )
+    assert latent(xla()).choose(q, paged(LayerCache(latents, keys), where), ROWS) is None, "all of it"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -184,15 +183,15 @@ def test_kernels_choose_what_xla_does(draw, fp8, monkeypatch):
     @jax.jit
     def both(q, latents, keys):
         source = paged(LayerCache(latents, index_rows.pack(keys) if fp8 else keys), where)
-        chosen = mosaic_gpu().kinds[MlaConfig].choose(q, source, TOPK)
+        chosen = latent(mosaic_gpu()).choose(q, source, TOPK)
         assert called == ["index_scores", "top_k"]
-        mosaic_gpu(kernels=frozenset()).kinds[MlaConfig].choose(q, source, TOPK)
-        return chosen, xla().kinds[MlaConfig].choose(q, source, TOPK)
+        latent(mosaic_gpu(kernels=frozenset())).choose(q, source, TOPK)
+        return chosen, latent(xla()).choose(q, source, TOPK)
 
     np.testing.assert_array_equal(*both(q, latents, keys))
     wide = LayerCache(draw.normal(16, SIZE, 16), draw.normal(16, SIZE, DIM))
     plain = paged(wide, draw.view())
-    jax.eval_shape(lambda asked: mosaic_gpu().kinds[MlaConfig].choose(asked, plain, TOPK), draw.asked())
+    jax.eval_shape(lambda asked: latent(mosaic_gpu()).choose(asked, plain, TOPK), draw.asked())
     assert called == ["index_scores", "top_k", "top_k"], "what is not bfloat16 XLA scores"
 
 
@@ -208,12 +207,12 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(draw, on, fp8):
 
     @jax.jit
     def attended(asked):
-        chosen = xla().kinds[MlaConfig].choose(asked, paged(empty, where), TOPK)
+        chosen = latent(xla()).choose(asked, paged(empty, where), TOPK)
         assert chosen is not None
         one_by_one = source.of(chosen)
         assert isinstance(one_by_one, Chosen)
         masked = paged(cache, where, indexer.chosen_mask(chosen, ROWS))
-        return [on.kinds[MlaConfig].attend(q, w, rows, 0.3) for rows in (one_by_one, masked, source)]
+        return [latent(on).attend(q, w, rows, 0.3) for rows in (one_by_one, masked, source)]
 
     got, want, dense = map(np.asarray, attended(draw.asked()))
     # Queries to latents, scores, a sum over rows, latents to values.
@@ -256,7 +255,7 @@ def test_kernels_attend_to_the_rows_of_each_token(draw, monkeypatch):
         where = PagedView(jnp.arange(10).reshape(5, 2), jnp.zeros((5, 1), int), chain(jnp.full(5, count), 1))
         source = Paged(LayerCache(rows), where, row).of(chosen)
         assert isinstance(source, Chosen)
-        return on.kinds[MlaConfig].attend(q, w, source, 0.3).astype(jnp.float32)
+        return latent(on).attend(q, w, source, 0.3).astype(jnp.float32)
 
     some = jnp.asarray([1, 63, 64, 100, count])
     want, got = (np.asarray(attended(on, some)) for on in (xla(), mosaic_gpu(strict=True)))
@@ -269,7 +268,7 @@ def test_kernels_that_must_attend_have_no_mask(draw):
     cache, only = LayerCache(draw.normal(9, SIZE, CFG.row.width)), jnp.ones((B, W, COLUMNS * SIZE), bool)
     rows = paged(cache, draw.view(), only)
     with pytest.raises(ConfigError, match=r"a choice among rows .* has no kernel; take kernels=auto"):
-        mosaic_gpu(strict=True).kinds[MlaConfig].attend(draw.queries(), draw.ups(), rows, 0.3)
+        latent(mosaic_gpu(strict=True)).attend(draw.queries(), draw.ups(), rows, 0.3)
 
 
 def compiled_shapes(draw: Draw, topk: int) -> set[tuple[int, ...]]:
@@ -279,8 +278,8 @@ def compiled_shapes(draw: Draw, topk: int) -> set[tuple[int, ...]]:
     )
 
     def run(q, asked, cache):
-        latent, source = xla().kinds[MlaConfig], paged(cache, where)
-        return latent.attend(q, w, source.of(latent.choose(asked, source, topk)), 0.3)
+        mla, source = latent(xla()), paged(cache, where)
+        return mla.attend(q, w, source.of(mla.choose(asked, source, topk)), 0.3)
 
     w = draw.ups()
     one = jax.tree.map(lambda x: x[:, :1], (draw.queries(), draw.asked()))
