@@ -37,7 +37,7 @@ class Work:
     """The least work of a device: the basis of the floor.
 
     Attributes:
-        flops: floating-point operations, a multiply-add counted as two.
+        flops: number of floating-point operations, a multiply-add counted as two.
         bytes: bytes that have to cross the device's memory bus once.
         format: number format that the tensor cores multiply; their peak rate depends on it.
     """
@@ -52,10 +52,11 @@ class KernelPlan:
     """A kernel's cut of the work: the basis of the predicted time.
 
     Attributes:
-        blocks: thread blocks, or tiles of a persistent grid.
+        blocks: number of thread blocks, or tiles of a persistent grid.
         asked: bytes that a thread block, on average, asks of the second-level cache or writes.
-        flops: operations that its tensor cores do, padding included.
-        path: instructions that a warp of it runs one after the other, where products and copies hide none.
+        flops: number of operations that its tensor cores do, padding included.
+        path: number of instructions that a warp of it runs one after the other, where products and copies
+            hide none.
     """
 
     blocks: int

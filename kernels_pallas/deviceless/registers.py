@@ -32,7 +32,7 @@ def faults(code: Code, asked: list[int], at_launch: int) -> Iterator[str]:
     Args:
         code: the machine code.
         asked: the numbers that the PTX asks for.
-        at_launch: registers of each thread when the kernel starts.
+        at_launch: number of registers of each thread when the kernel starts.
     """
     found = {i: _count(x) for i, x in enumerate(code) if x.name.startswith(_SETS)}
     if set(found.values()) != set(asked):

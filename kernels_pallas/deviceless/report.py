@@ -30,12 +30,12 @@ class Kernel:
     """One Mosaic GPU kernel.
 
     Attributes:
-        registers: registers per thread at launch; warpgroups exchange them afterwards.
+        registers: number of registers per thread at launch; warpgroups exchange them afterwards.
         spills: bytes each thread stores to local memory for want of registers.
         shared: bytes of shared memory per thread block; None where jax does not say (0.10).
         instructions: tensor-core instructions by name, as written, not as executed.
         serialised: whether ptxas warned that it could not overlap warpgroup products.
-        path: instructions on a warp's longest path; None if the code loops or calls.
+        path: number of instructions on a warp's longest path; None if the code loops or calls.
         unsigned: number of instructions that find the largest or least of unsigned numbers.
     """
 

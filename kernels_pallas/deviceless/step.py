@@ -35,11 +35,11 @@ class GpuStep:
 
     Attributes:
         slots, window: slots, and tokens of each.
-        launches: launches of an MoE layer, as compiled (tests/kernels/step_budget.toml).
-        ways: GPUs over which heads, widths and vocabulary are split.
-        experts: routed experts, of each of which the GPU has its part.
+        launches: number of launches of an MoE layer, as compiled (tests/kernels/step_budget.toml).
+        ways: number of GPUs over which heads, widths and vocabulary are split.
+        experts: number of routed experts, of each of which the GPU has its part.
         layers, dense: layers of the trunk, and how many of them have no experts.
-        rows: cached rows of a slot.
+        rows: number of cached rows of a slot.
         absorbs: whether few tokens' queries are absorbed by a kernel; of the measured steps they were not.
     """
 

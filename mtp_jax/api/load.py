@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedModel:
     """A model without its weights, and the folders that it is from.
 
     Attributes:
@@ -52,20 +52,20 @@ class Described:
 
 
 @dataclass(frozen=True)
-class LoadedModel(Described):
+class LoadedModel(DescribedModel):
     """A described model with its parameters on their devices."""
 
     params: Params
     decoding: Decoding
 
 
-def describe_simulated(options: LLMOptions) -> Described:
+def describe_simulated(options: LLMOptions) -> DescribedModel:
     """A model to be simulated. Raises ConfigError."""
     directory = _directory(options)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     config = _with_eos(config_of_file(directory / "config.json"), tokenizer)
     sampling = sampling_defaults(directory, options.sampling_defaults)
-    return Described(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
+    return DescribedModel(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
 
 
 def _directory(options: LLMOptions) -> Path:

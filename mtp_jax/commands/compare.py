@@ -32,7 +32,7 @@ class Medians:
 
     Attributes:
         depth: number of drafts per step, or most drafts of adaptive depth.
-        tokens_per_second: tokens per second after the first token; 0.0 with fewer than two tokens.
+        tokens_per_second: number of tokens per second after the first token; 0.0 with fewer than two tokens.
         first_token: seconds from the request to its first token.
         finished: seconds from the request to its end.
         acceptance_length: number of tokens per step.

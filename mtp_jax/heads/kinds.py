@@ -14,7 +14,7 @@ from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_json, config_of
-from mtp_jax.model.head import DraftHead, Stored
+from mtp_jax.model.head import DraftHead, StoredTensor
 
 KINDS: tuple[type[DraftHead], ...] = (MedusaConfig, BlockConfig, Eagle3Config, StagesConfig)
 """The kinds of this package, in the order in which they are asked whether a folder is theirs."""
@@ -29,7 +29,7 @@ def add(kind: type[DraftHead]) -> None:
         _ADDED.insert(0, kind)
 
 
-def kind_of(raw: JsonObject, tensors: Mapping[str, Stored]) -> type[DraftHead] | None:
+def kind_of(raw: JsonObject, tensors: Mapping[str, StoredTensor]) -> type[DraftHead] | None:
     """The kind of the head in a folder with this config.json and these tensors; None: it has no head.
 
     Raises ConfigError for a head of an unknown kind.

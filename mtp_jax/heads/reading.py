@@ -11,7 +11,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.attention_config import OF_MLA
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_of
-from mtp_jax.model.head import DRAFT_HEAD, Captures, Stored
+from mtp_jax.model.head import DRAFT_HEAD, Captures, StoredTensor
 
 # Marks of the names of architectures and types, in lower case: of heads that are read, and of others.
 _EAGLE3, _BLOCKS = "eagle3", ("dflash", "dspark")
@@ -51,7 +51,7 @@ def with_layers(raw: JsonObject, tensors: Collection[str]) -> Literal["EAGLE-3",
     return "blocks" if (marks == {_OF_BLOCKS} if marks else blocks) else "EAGLE-3"
 
 
-def refuse_unknown(raw: JsonObject, tensors: Mapping[str, Stored], known: str) -> None:
+def refuse_unknown(raw: JsonObject, tensors: Mapping[str, StoredTensor], known: str) -> None:
     """Raises ConfigError for a head of a kind that is not supported. known: kinds that are."""
     for kind in said_kinds(raw):
         if why := next((why for mark, why in _OTHERS.items() if mark in kind), None):
@@ -98,7 +98,7 @@ class HeadFile:
 
     raw: JsonObject
     trunk: ModelConfig
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
     def __post_init__(self) -> None:
         said, cfg = self.said, self.trunk

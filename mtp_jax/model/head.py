@@ -17,7 +17,7 @@ DRAFT_HEAD = "draft_head"
 """The prefix, in names here, of the tensors of a draft head."""
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor of a file."""
 
     @property
@@ -62,13 +62,17 @@ class DraftHead(HeadConfig):
     drafts: ClassVar[str]
 
     @classmethod
-    def reads(cls, raw: JsonObject, tensors: Mapping[str, Stored]) -> bool:
+    def reads(cls, raw: JsonObject, tensors: Mapping[str, StoredTensor]) -> bool:
         """Whether a folder with this config.json and these tensors has a head of this kind."""
         raise NotImplementedError
 
     @classmethod
     def read(
-        cls, raw: JsonObject, trunk: ModelConfig, tensors: Mapping[str, Stored], captures: Captures | None
+        cls,
+        raw: JsonObject,
+        trunk: ModelConfig,
+        tensors: Mapping[str, StoredTensor],
+        captures: Captures | None,
     ) -> Self:
         """The head that config.json and its tensors describe.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.check.cases.top_k import Shape, case, shapes
+from kernels_pallas.check.cases.top_k import TopKShape, case, shapes
 from kernels_pallas.check.registry import cases
 from kernels_pallas.mosaic import ordered
 from kernels_pallas.router import mosaic_gpu as router
@@ -84,7 +84,7 @@ def eight_small_blocks(monkeypatch, held):
     """A case of a cluster of eight thread blocks of a warpgroup each; the interpreter has few threads."""
     monkeypatch.setattr(mosaic_gpu, "READERS", 1)
     monkeypatch.setattr(mosaic_gpu, "HELD", held)
-    shape = Shape(1, 10240, 2048, values=300)
+    shape = TopKShape(1, 10240, 2048, values=300)
     assert mosaic_gpu.cluster(shape.tokens, shape.entries // mosaic_gpu.CHUNK) == 8
     return case("cluster", shape)
 

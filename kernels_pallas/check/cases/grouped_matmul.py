@@ -28,8 +28,8 @@ class ExpertsShape:
         gated: two products, gate and up, and their SwiGLU.
         fp8: e4m3 with block scales, or bfloat16.
         tile: how the work is cut.
-        spare: empty tiles at the end.
-        gap: unused slots before each group.
+        spare: number of empty tiles at the end.
+        gap: number of unused slots before each group.
         shared: whether all groups multiply the same rows, the first of x, as ``group_all`` lays them out.
     """
 

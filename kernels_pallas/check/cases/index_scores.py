@@ -24,7 +24,7 @@ class ScoresShape:
     Attributes:
         window, lengths: shape of the tokens.
         heads: index heads.
-        page: rows per page.
+        page: number of rows per page.
         spare: number of pages of each slot beyond its need.
         splits: argument of the kernel.
         nextn: whether tokens see every other draft, and not the first two rows.

@@ -20,7 +20,7 @@ class AbsorbShape:
         parts: number of float32 parts to be summed; 0: the product's result is bfloat16.
         nope: width of a head's part that is not rotated.
         interleaved: whether pairs of the rotated dimensions are neighbours.
-        rows: rows of the product's result, of which the tokens' come first.
+        rows: number of rows of the product's result, of which the tokens' come first.
     """
 
     window: int

@@ -24,11 +24,12 @@ class LowRankShape:
         window, lengths: shape of the tokens.
         q_parts, kv_parts: number of float32 parts to be summed; 0: the projection's result is bfloat16.
         q_rank: width of the queries' low rank.
-        page: rows per page.
-        columns: pages per slot.
+        page: number of rows per page.
+        columns: number of pages per slot.
         written: whether rows go to the cache; otherwise they are returned.
         interleaved: whether pairs of the key's dimensions are neighbours.
-        rows: rows of the projections' results, of which the tokens' come first; None: one for each token.
+        rows: number of rows of the projections' results, of which the tokens' come first; None: one for each
+            token.
     """
 
     window: int

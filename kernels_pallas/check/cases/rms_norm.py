@@ -24,7 +24,7 @@ class NormShape:
         added: number of bfloat16 arrays added to them; the sum is then returned, too.
         plain, quantised: the results that are written.
         parts: number of float32 parts to be summed; 0: the rows are bfloat16.
-        padding: rows of the first array that are not read.
+        padding: number of rows of the first array that are not read.
     """
 
     rows: int

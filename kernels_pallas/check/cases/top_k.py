@@ -16,7 +16,7 @@ ROUND, ROUND_OF_CHUNK = 86, 61
 
 
 @dataclass(frozen=True)
-class Shape:
+class TopKShape:
     """``tokens`` choose ``count`` of ``entries``, of which each token sees some of the first.
 
     values: number of different scores; 0: any float, all different.
@@ -28,25 +28,25 @@ class Shape:
     values: int = 0
 
 
-def shapes() -> dict[str, Shape]:
+def shapes() -> dict[str, TopKShape]:
     """The shapes by name. "small" shapes have few thread blocks."""
     return {
-        "small-different": Shape(2, 2048, 300),
-        "small-ties": Shape(3, 4200, 700, values=5),
-        "small-all-equal": Shape(2, 2500, 33, values=1),
-        "small-every-warpgroup": Shape(2, 10240, 2048, values=300),
-        "small-cluster": Shape(2, 18000, 2048, values=40),
+        "small-different": TopKShape(2, 2048, 300),
+        "small-ties": TopKShape(3, 4200, 700, values=5),
+        "small-all-equal": TopKShape(2, 2500, 33, values=1),
+        "small-every-warpgroup": TopKShape(2, 10240, 2048, values=300),
+        "small-cluster": TopKShape(2, 18000, 2048, values=40),
         # A cluster of eight thread blocks with ties across them; more scores than its registers hold.
-        "ties-65k": Shape(3, 66560, values=3000),
-        "reread-257k": Shape(2, 263168),
+        "ties-65k": TopKShape(3, 66560, values=3000),
+        "reread-257k": TopKShape(2, 263168),
         # DeepSeek-V3.2: a step of 40 slots, of one slot with a long context; a chunk of a prompt.
-        "window4-batch40-12k": Shape(160, 12288),
-        "window4-batch1-128k": Shape(4, 131072),
-        "chunk2k-32k": Shape(2048, 32768),
+        "window4-batch40-12k": TopKShape(160, 12288),
+        "window4-batch1-128k": TopKShape(4, 131072),
+        "chunk2k-32k": TopKShape(2048, 32768),
     }
 
 
-def case(name: str, shape: Shape) -> Case:
+def case(name: str, shape: TopKShape) -> Case:
     """The case of one shape."""
     oracle = partial(reference.top_k, count=shape.count)
     return Case(
@@ -61,7 +61,7 @@ def case(name: str, shape: Shape) -> Case:
     )
 
 
-def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
+def inputs(shape: TopKShape, key: jax.Array) -> CaseInputs:
     """Random scores of either sign, -inf for entries that a token does not see.
 
     The last token sees all entries, the first token fewer than it may choose.
@@ -79,7 +79,7 @@ def inputs(shape: Shape, key: jax.Array) -> CaseInputs:
     return (jnp.where(jnp.arange(shape.entries) < end, scores, -jnp.inf),)
 
 
-def plan(shape: Shape) -> KernelPlan:
+def plan(shape: TopKShape) -> KernelPlan:
     """A thread block reads its share of a token's scores, and sorts them in as many rounds as bits need."""
     chunks = -(-shape.entries // CHUNK)
     blocks = cluster(shape.tokens, chunks)
@@ -91,6 +91,6 @@ def plan(shape: Shape) -> KernelPlan:
     )
 
 
-def work(shape: Shape) -> Work:
+def work(shape: TopKShape) -> Work:
     """The least work: scores read once, choices written."""
     return Work(flops=0, bytes=4 * shape.tokens * (shape.entries + shape.count), format="bf16")

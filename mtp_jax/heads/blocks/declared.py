@@ -9,7 +9,7 @@ from mtp_jax.heads.reading import HeadFile, flag, said_kinds, short_names, taps_
 from mtp_jax.heads.tables import OUT, own_embedding, target_offset
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, Stored, plain
+from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, StoredTensor, plain
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
 from mtp_jax.model.spec import Spec, parameters
 from mtp_jax.model.v4_specs import HyperHead
@@ -170,7 +170,11 @@ class BlockConfig(DraftHead):
 
     @classmethod
     def read(
-        cls, raw: JsonObject, trunk: ModelConfig, tensors: Mapping[str, Stored], captures: Captures | None
+        cls,
+        raw: JsonObject,
+        trunk: ModelConfig,
+        tensors: Mapping[str, StoredTensor],
+        captures: Captures | None,
     ) -> Self:
         """See ``DraftHead``. captures: None: outputs."""
         file = HeadFile(raw, trunk, tensors)

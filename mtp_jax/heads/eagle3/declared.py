@@ -10,7 +10,7 @@ from mtp_jax.heads.tables import OUT, own_embedding, target_offset
 from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_json
-from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, Stored, plain
+from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, StoredTensor, plain
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
 from mtp_jax.model.spec import parameters
 
@@ -99,7 +99,11 @@ class Eagle3Config(DraftHead):
 
     @classmethod
     def read(
-        cls, raw: JsonObject, trunk: ModelConfig, tensors: Mapping[str, Stored], captures: Captures | None
+        cls,
+        raw: JsonObject,
+        trunk: ModelConfig,
+        tensors: Mapping[str, StoredTensor],
+        captures: Captures | None,
     ) -> Self:
         """See ``DraftHead``.
 
