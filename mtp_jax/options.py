@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache, wraps
+from pathlib import Path
 from textwrap import wrap
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -218,6 +219,8 @@ def _in_python(name: str, value: object) -> str:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
     return value if value is None or isinstance(value, str | int | float) else Described(f"{value!r:.80}")
 
 

@@ -30,8 +30,8 @@ def local_engine(cfg: ModelConfig, params: Params, config: EngineConfig) -> Engi
 
 def backend_of(options: EngineOptions, mesh: Mesh | None = None) -> Backend:
     """The backend that the options choose. Raises ConfigError."""
-    rows = options.expert_exchange, options.expert_room
-    return backend(options.kernels, mesh, *rows, options.micro_batches)
+    exchange, room = options.expert_exchange, options.expert_room
+    return backend(options.kernels, mesh, exchange, room, options.micro_batches)
 
 
 def decoding_of(cfg: ModelConfig, config: EngineConfig, on: Backend) -> Decoding:
@@ -41,8 +41,8 @@ def decoding_of(cfg: ModelConfig, config: EngineConfig, on: Backend) -> Decoding
     """
     model = Model(cfg if config.num_speculative_tokens else cfg.without_drafts(), on)
     drafter = build(model.cfg, config.suffix_drafts, config.trees)
-    choices = {f.name: getattr(config, f.name) for f in fields(Decoding)[2:]}
-    return Decoding(model, drafter, **choices)
+    _, _, *choices = fields(Decoding)
+    return Decoding(model, drafter, **{f.name: getattr(config, f.name) for f in choices})
 
 
 def make_runner(
@@ -56,9 +56,15 @@ def make_runner(
     check_divisible(cfg, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
-    pages, fp8 = config.pages_per_shard(shards), config.kv_cache_dtype == "fp8"
-    sizes = config.max_num_seqs, pages, config.page_size, config.columns
-    shape = StateShape(*sizes, config.dtype, fp8, 1 + config.num_speculative_tokens)
+    shape = StateShape(
+        config.max_num_seqs,
+        config.pages_per_shard(shards),
+        config.page_size,
+        config.columns,
+        config.dtype,
+        config.kv_cache_dtype == "fp8",
+        1 + config.num_speculative_tokens,
+    )
     runner = LocalRunner(decoding, params, shape, allocate=allocate)
     _check_host_cache(config, runner.page_bytes)
     return runner

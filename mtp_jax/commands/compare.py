@@ -59,17 +59,7 @@ def compare(
     # The first run of each side is not measured: caches are cold, and its text is printed meanwhile.
     if not args.json:
         show.stream(llm, prompt, params)
-    runs: list[list[RequestOutput]] = [[], []]
-    least, most = (args.runs, args.runs) if args.runs else (_LEAST, _MOST)
-    first = True
-    # Decided after the fewest or after the most: to look after each run would make chance likelier.
-    while len(runs[0]) < least or (len(runs[0]) < most and not _differ(_gains(runs)[:least])):
-        for side, outputs in zip(sides, runs, strict=True):
-            llm.engine.flush_prefix_cache()  # else only the first run would prefill
-            output = llm.generate([prompt], side)[0]
-            if not first:
-                outputs.append(output)
-        first = False
+    runs = _alternating(llm, prompt, sides, args.runs)
     depths = llm.engine.config.num_speculative_tokens, 0
     fast, slow = (_measured(most, outputs) for most, outputs in zip(depths, runs, strict=True))
     tokens = [output.outputs[0].token_ids for outputs in runs for output in outputs]
@@ -100,6 +90,24 @@ def compare(
         )
     status = show.failed([output for outputs in runs for output in outputs])
     return 1 if same is False and llm.engine.config.dtype == "float32" else status
+
+
+def _alternating(
+    llm: "LLM", prompt: "Prompt", sides: Sequence[SamplingParams], count: int | None
+) -> "list[list[RequestOutput]]":
+    """Runs of both sides in turn; the first of each is dropped. count: None: their noise decides."""
+    runs: list[list[RequestOutput]] = [[], []]
+    least, most = (count, count) if count else (_LEAST, _MOST)
+    first = True
+    # Decided after the fewest or after the most: to look after each run would make chance likelier.
+    while len(runs[0]) < least or (len(runs[0]) < most and not _differ(_gains(runs)[:least])):
+        for side, outputs in zip(sides, runs, strict=True):
+            llm.engine.flush_prefix_cache()  # else only the first run would prefill
+            output = llm.generate([prompt], side)[0]
+            if not first:
+                outputs.append(output)
+        first = False
+    return runs
 
 
 def _measured(depth: int, outputs: "list[RequestOutput]") -> Medians:

@@ -7,6 +7,7 @@ import argparse
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -136,22 +137,21 @@ def flag_of(name: str, about: Option) -> str:
 def in_flags(error: Exception, actions: Sequence[argparse.Action]) -> str:
     """The message of an error in the words of the command line. actions: of the parser, for options."""
     told = [a for a in actions if a.default is argparse.SUPPRESS and a.option_strings]
-
-    def say(name: str, value: object) -> str | None:
-        """The flag that sets an option to a value."""
-        if name in _OTHER_FLAGS:
-            return _OTHER_FLAGS[name]
-        for a in (a for a in told if a.dest == name):
-            if a.nargs != 0 and isinstance(value, str | int | float) and not isinstance(value, bool):
-                return _flag(a) if isinstance(value, Described) else f"{_flag(a)} {value}"
-            if a.nargs == 0 and a.const == value:
-                return _flag(a)
-        return None
-
     clash = error.args[0] if error.args else ""
     if isinstance(clash, Clash):
-        return clash.told(say)
+        return clash.told(partial(_said, told))
     return with_flags(str(error), {a.dest: _flag(a) for a in told if a.nargs != 0})
+
+
+def _said(actions: Sequence[argparse.Action], name: str, value: object) -> str | None:
+    """The flag that sets an option to a value; None: there is none."""
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    for a in (a for a in actions if a.dest == name):
+        if a.nargs != 0 and plain:
+            return _flag(a) if isinstance(value, Described) else f"{_flag(a)} {value}"
+        if a.nargs == 0 and a.const == value:
+            return _flag(a)
+    return _OTHER_FLAGS.get(name)
 
 
 def _flag(action: argparse.Action) -> str:

@@ -112,12 +112,10 @@ class Turns:
         if not running:
             return self._cover(running, prompts, 0)
         fixed = max((r.depth for r in running if r.fixed_depth), default=0)
-        deepest, steps = max(fixed, *(r.useful_depth for r in running)), self._depth.steps
-        if steps is not None and deepest > steps:  # all nodes of a tree may be of use
-            deepest = max(r.depth for r in running)
-        depths = [d for d in adaptive_depths(deepest, steps) if d >= fixed]
+        depths = self._depths(running, fixed)
         keys = [self._cover(running, prompts, d) for d in depths]
         if not fixed and not prompts:  # a request with a depth of its own keeps it
+            deepest = max(depths)
             some = (self._ranked(running, deepest, kept) for kept in self._buckets.ranked(deepest))
             keys += [key for key in some if key]
         rows, price = [r.depth for r in running], None
@@ -125,6 +123,13 @@ class Turns:
             # The chunk takes time at any depth; steps without a chunk give the worth of a second.
             price = self._depth.rate([self._cover(running, None, d) for d in depths], rows)
         return self._depth.choose(keys, rows, price)
+
+    def _depths(self, running: list[Request], fixed: int) -> list[int]:
+        """The depths that steps over these requests may have. fixed: the least."""
+        deepest, steps = max(fixed, *(r.useful_depth for r in running)), self._depth.steps
+        if steps is not None and deepest > steps:  # all nodes of a tree may be of use
+            deepest = max(r.depth for r in running)
+        return [d for d in adaptive_depths(deepest, steps) if d >= fixed]
 
     def _cover(self, running: list[Request], prompts: ChunkPrompts | None, depth: int) -> StepKey:
         """The cheapest compiled key for this step."""
