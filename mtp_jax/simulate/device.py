@@ -58,7 +58,7 @@ class Simulated(NoPrograms):
         seconds: float = 0.0,
         margins: bool = False,
     ) -> None:
-        """seconds: duration of a step on the device.
+        """seconds: seconds of a step on the device.
 
         margins: whether results have margins of drafts; right drafts have higher margins, mostly.
         """
