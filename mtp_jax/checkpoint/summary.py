@@ -22,7 +22,7 @@ from mtp_jax.checkpoint.orbax_store import check_no_draft, is_orbax, read_about
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.config import CompressedConfig, ModelConfig
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_json
 from mtp_jax.model.head import Captures, head_of
 from mtp_jax.model.params import type_of
@@ -87,7 +87,7 @@ class Summary:
 
     def text(self) -> str:
         """Turns the summary into lines for people."""
-        c, head = self.config, head_of(self.config)
+        c, own, head = self.config, self.config.attention, head_of(self.config)
         moe = sum(map(c.is_moe, range(c.num_hidden_layers)))
         kinds = ", ".join("MoE" if m else "dense" for m in c.nextn_moe)
         experts = (
@@ -98,9 +98,8 @@ class Summary:
             "architecture": self.architecture,
             "layers": f"{c.num_hidden_layers} ({c.num_hidden_layers - moe} dense, {moe} MoE)",
             "experts": experts if moe or any(c.nextn_moe) else "none",
-            "hidden, heads": f"{c.hidden_size}, {c.num_attention_heads}"
-            + (f" in {c.gqa.kv_heads} groups" if c.gqa else ""),
-            **({"attention": _compressed(c.compressed)} if c.compressed else {}),
+            "hidden, heads": f"{c.hidden_size}, {own.heads_described(c.num_attention_heads)}",
+            **({"attention": own.described} if own.described else {}),
             "vocabulary": f"{c.vocab_size:,}{' (tied)' if c.tie_word_embeddings else ''}",
             "context": f"{c.max_position_embeddings:,} tokens",
             "NextN layers": f"{len(c.nextn_moe)} ({kinds}; {self.nextn_layout})" if c.nextn_moe else "none",
@@ -112,21 +111,12 @@ class Summary:
             "weights on a CPU": f"{_size(self.weight_bytes_on_cpu)}, computed with in float32",
             "cache per token": ", ".join(f"{n:,} B as {k}" for k, n in self.cache_bytes_per_token.items()),
         }
-        if c.compressed:
+        if own.page_unit > 1:
             rows["cache per token"] += f", in pages of {c.usual_page} tokens"
         if self.unread:
             parts = (f"{name} ({s.tensors:,} tensors, {_size(s.nbytes)})" for name, s in self.unread.items())
             rows["not read"] = ", ".join(parts)
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
-
-
-def _compressed(c: CompressedConfig) -> str:
-    """The kinds of DeepSeek-V4's layers."""
-    chosen, whole = (c.ratios.count(ratio) for ratio in (4, 128))
-    return (
-        f"the last {c.window} tokens; in {chosen} of {len(c.ratios)} layers {c.topk:,} entries of 4 tokens, "
-        f"in {whole} all entries of 128"
-    )
 
 
 def by_dtype(nbytes: dict[str, int]) -> str:

@@ -37,7 +37,7 @@ from mtp_jax.model.attention.kind import Asked, Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
 from mtp_jax.model.attention.place import PagedPlace, WholePlace
-from mtp_jax.model.attention_config import AttentionConfig, CompressedConfig, GqaConfig, MlaConfig
+from mtp_jax.model.attention_config import AttentionConfig
 from mtp_jax.model.cache import (
     Cache,
     Entries,
@@ -48,14 +48,17 @@ from mtp_jax.model.cache import (
     rows_at,
 )
 from mtp_jax.model.choices import ExchangeChoice, KernelChoice
+from mtp_jax.model.compressed_config import CompressedConfig
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.experts.cpu import CpuExperts
 from mtp_jax.model.experts.exchange import Exchange, exchange_of
 from mtp_jax.model.experts.hopper import HopperExperts
 from mtp_jax.model.experts.plain import Experts
+from mtp_jax.model.gqa_config import GqaConfig
 from mtp_jax.model.indexer import Choice
 from mtp_jax.model.mla import Form
+from mtp_jax.model.mla_config import MlaConfig
 from mtp_jax.model.moe import Routing, Way
 from mtp_jax.model.params import (
     Hyper,

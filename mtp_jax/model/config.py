@@ -6,14 +6,8 @@ from functools import cached_property
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import is_number
-from mtp_jax.model.attention_config import (
-    AttentionConfig,
-    CompressedConfig,
-    GqaConfig,
-    IndexerConfig,
-    MlaConfig,
-    RowFormat,
-)
+from mtp_jax.model.attention_config import AttentionConfig, RowFormat
+from mtp_jax.model.compressed_config import CompressedConfig
 from mtp_jax.model.config_parts import (
     MOST,
     MOST_SIZE,
@@ -24,7 +18,9 @@ from mtp_jax.model.config_parts import (
     YarnConfig,
     is_whole,
 )
+from mtp_jax.model.gqa_config import GqaConfig
 from mtp_jax.model.hf_quantization import INT4_PER_WORD
+from mtp_jax.model.mla_config import IndexerConfig, MlaConfig
 
 __all__ = [
     "CompressedConfig",
@@ -115,6 +111,11 @@ class ModelConfig:
     def row(self) -> RowFormat:
         """A row of a layer's cache."""
         return self.attention.row
+
+    @property
+    def streams(self) -> int:
+        """Number of residual streams, side by side."""
+        return self.hyper.streams if self.hyper else 1
 
     @property
     def usual_page(self) -> int:

@@ -18,11 +18,8 @@ def check_divides(cfg: ModelConfig, mesh: Mapping[str, int]) -> None:
                     f"{axis} = {size} does not divide over {devices} devices of mesh {dict(mesh)}; "
                     "choose a mesh whose axes divide it"
                 )
-    if cfg.gqa:
-        heads, all_heads = cfg.num_attention_heads // ways("heads", mesh), cfg.num_attention_heads
-        group = all_heads // cfg.gqa.kv_heads
-        if heads % group and group % heads:
-            raise ConfigError(
-                f"mesh {dict(mesh)} gives each device {heads} query heads, and each {group} share a kv "
-                "head: they are neither whole groups nor within one; choose another model axis"
-            )
+    heads, each = cfg.num_attention_heads, cfg.num_attention_heads // ways("heads", mesh)
+    if fault := cfg.attention.split_fault(heads, each):
+        raise ConfigError(
+            f"mesh {dict(mesh)} gives each device {each} query heads, and {fault}; choose another model axis"
+        )

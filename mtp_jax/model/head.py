@@ -111,7 +111,7 @@ class DraftHead(HeadConfig):
 
     def layers_named(self, sizes: ModelConfig) -> str:
         """Its layers, for people."""
-        return "GQA" if sizes.gqa else "MLA"
+        return sizes.attention.short
 
     @property
     def untuned(self) -> str | None:

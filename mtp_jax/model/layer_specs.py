@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mtp_jax.model.config import GqaConfig, IndexerConfig, ModelConfig
+from mtp_jax.model.config import GqaConfig, IndexerConfig, MlaConfig, ModelConfig
 from mtp_jax.model.spec import Spec, parameters
 
 Weight = Any
@@ -149,7 +149,9 @@ def _attention(cfg: ModelConfig, p: str, indexes: bool, inputs: int) -> Attentio
     )
 
 
-def _gqa(cfg: ModelConfig, g: GqaConfig, p: str, inputs: int) -> GqaAttention:
+def _gqa(cfg: ModelConfig, p: str, indexes: bool, inputs: int) -> GqaAttention:
+    g = cfg.attention
+    assert isinstance(g, GqaConfig)
     n, d, h = cfg.num_attention_heads, cfg.hidden_size, g.head_dim
 
     def heads(name: str, count: int, axis: str | None) -> Spec:
@@ -171,6 +173,9 @@ def _gqa(cfg: ModelConfig, g: GqaConfig, p: str, inputs: int) -> GqaAttention:
         q_norm=norm(f"{p}.q_norm.weight", h) if g.qk_norm else None,
         k_norm=norm(f"{p}.k_norm.weight", h) if g.qk_norm else None,
     )
+
+
+_ATTENTION = {MlaConfig: _attention, GqaConfig: _gqa}
 
 
 def _mlp(p: str, width: int, d: int) -> Mlp:
@@ -198,10 +203,9 @@ def _moe(cfg: ModelConfig, p: str) -> Moe:
 def block(cfg: ModelConfig, p: str, moe: bool, indexes: bool, inputs: int) -> Layer:
     """inputs: number of values that the attention reads."""
     d, own = cfg.hidden_size, f"{p}.self_attn"
-    gqa = _gqa(cfg, cfg.gqa, own, inputs) if cfg.gqa else None
     return Layer(
         attention_norm=norm(f"{p}.input_layernorm.weight", d),
-        attention=gqa or _attention(cfg, own, indexes, inputs),
+        attention=_ATTENTION[type(cfg.attention)](cfg, own, indexes, inputs),
         mlp_norm=norm(f"{p}.post_attention_layernorm.weight", d),
         mlp=_moe(cfg, f"{p}.mlp") if moe else _mlp(f"{p}.mlp", cfg.intermediate_size, d),
     )

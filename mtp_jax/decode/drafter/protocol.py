@@ -142,8 +142,7 @@ def taps_of(drafter: Drafter, layers: int) -> tuple[int, ...]:
 
 def width_of(trunk: ModelConfig, number: int) -> int:
     """Values of the hidden state with this number in ``Drafter.features``."""
-    streams = trunk.hyper.streams if trunk.hyper and number == STREAMS else 1
-    return streams * trunk.hidden_size
+    return (trunk.streams if number == STREAMS else 1) * trunk.hidden_size
 
 
 def features_of(drafter: Drafter, hidden: Float[Array, "B W D"], taps: Taps) -> Features:

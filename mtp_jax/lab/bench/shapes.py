@@ -123,6 +123,5 @@ def cut(cfg: ModelConfig, layers: int) -> ModelConfig:
         num_hidden_layers=layers,
         first_k_dense_replace=min(cfg.first_k_dense_replace, layers),
         num_hash_layers=min(cfg.num_hash_layers, layers),
-        indexer=cfg.indexer and replace(cfg.indexer, shared=cfg.indexer.shared[:layers]),
-        compressed=cfg.compressed and replace(cfg.compressed, ratios=cfg.compressed.ratios[:layers]),
+        **cfg.attention.first_layers(layers),
     )

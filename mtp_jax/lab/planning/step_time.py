@@ -131,7 +131,7 @@ def drafting(d: Deployment, fit: Fit) -> float:
         return 0.0
     layers, once = nextn(d.cfg), _Times(d, fit, d.busiest, d.requests, 1)
     specs, total = declared(d.cfg).nextn, entries(d, fit, d.depth + 1)
-    launches = OF_DRAFT + (OF_HYPER if d.cfg.hyper else 0)
+    launches = OF_DRAFT + OF_HYPER * (d.cfg.streams > 1)
     for k in range(d.depth):
         number = k % len(layers)
         b = layers[number]
@@ -152,7 +152,7 @@ def _launches(d: Deployment, number: int, b: BlockWeights) -> int:
     found += OF_INDEXER if attention(c, number, 1, d.context).keys else 0
     if c.attention.has_entries(number):
         found += OF_COMPRESSOR * (2 if c.indexes(number) else 1)
-    return found + (OF_HYPER if c.hyper else 0)
+    return found + OF_HYPER * (c.streams > 1)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Times:
 
     def block(self, number: int, b: BlockWeights) -> dict[str, float]:
         """A decoder block, by piece."""
-        streams = {"streams": self.streams()} if self.d.cfg.hyper else {}
+        streams = {"streams": self.streams()} if self.d.cfg.streams > 1 else {}
         return streams | {
             "attention": self.attention(number),
             "projections": self.product(b.whole) + self.product(b.heads, self.d.model),
@@ -208,8 +208,7 @@ class _Times:
 
     def streams(self) -> float:
         """Both halves of a block read all streams twice, to enter and to add to them, and write them once."""
-        h, rows = self.d.cfg.hyper, self.busiest * self.width
-        values = rows * h.streams * self.d.cfg.hidden_size if h else 0.0
+        values = self.busiest * self.width * self.d.cfg.streams * self.d.cfg.hidden_size
         return 2 * 3 * values * BFLOAT16.bytes / (self.d.gpu.bandwidth * self.fit.memory)
 
     def experts(self, b: BlockWeights) -> float:

@@ -63,7 +63,7 @@ class Task:
 def head_of(cfg: ModelConfig) -> DraftModule | Blocks:
     """The functions of a model's head or NextN layers. Raises ConfigError for a model without."""
     head, drafter = draft_head(cfg), build(cfg)
-    if cfg.compressed:
+    if not cfg.attention.trained:
         raise ConfigError("DeepSeek-V4's MTP layers and DSpark stages are not tuned here; name another model")
     if head and head.untuned:
         raise ConfigError(head.untuned)

@@ -19,6 +19,7 @@ from mtp_jax.heads.eagle3.declared import Eagle3Config
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import family_of
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import NextN, Params, init_tree, param_specs
 from mtp_jax.model.sharding import check_divisible, param_sharding
@@ -64,8 +65,9 @@ def begin(model: LLMOptions, options: TuneOptions) -> Start:
     if is_orbax(folder):
         raise ConfigError(f"{folder} is an Orbax folder; a head is tuned for a folder as it was released")
     declared, raw = read_config(folder)
-    if fresh and declared.compressed:
-        raise ConfigError(f"fresh = {fresh!r}: no head is made for DeepSeek-V4 here; name another model")
+    if fresh and not declared.attention.trained:
+        title = family_of(declared).title
+        raise ConfigError(f"fresh = {fresh!r}: no head is made for {title} here; name another model")
     loaded = load_folder(
         folder,
         model.draft_model,

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject, is_number
-from mtp_jax.model.attention_config import OF_MLA, CompressedConfig
+from mtp_jax.model.attention_config import OF_MLA
+from mtp_jax.model.compressed_config import CompressedConfig
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import HyperConfig, check_size
 from mtp_jax.model.family.family import OF_EXPERTS, Family, TrunkNames

@@ -4,12 +4,12 @@ from typing import Any, ClassVar
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.attention_config import GqaConfig
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family.family import Family
 from mtp_jax.model.family.hints import TensorNames, contradicts
 from mtp_jax.model.family.index_keys import indexer
 from mtp_jax.model.family.keys import dense_layers, rope
+from mtp_jax.model.gqa_config import GqaConfig
 
 
 class Glm4Moe(Family):

@@ -2,7 +2,7 @@
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.attention_config import IndexerConfig
+from mtp_jax.model.mla_config import IndexerConfig
 
 
 def indexer(raw: JsonObject, interleaved: bool | None = None) -> IndexerConfig | None:

@@ -3,11 +3,12 @@
 from typing import Any, ClassVar
 
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.attention_config import OF_MLA, GqaConfig
+from mtp_jax.model.attention_config import OF_MLA
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import Llama3Scaling
 from mtp_jax.model.family.family import Family
 from mtp_jax.model.family.keys import numbers, rope, yarn
+from mtp_jax.model.gqa_config import GqaConfig
 
 # Fields that describe experts.
 _OF_EXPERTS = (

@@ -227,7 +227,7 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("nowhere", "nowhere is not a directory; name one with config.json"),
         ("zai-org/GLM-5", "Nothing is downloaded here: hf download zai-org/GLM-5"),
         ("list.json", "list.json holds a JSON list; expected an object"),
-        ("llama.json", "model_type 'llama' is not supported"),
+        ("mamba.json", "model_type 'mamba' is not supported"),
         ("", "name a model's directory or its config.json, or deepseek-v3 or"),
         (
             "--check --load load.jsonl",
@@ -272,7 +272,7 @@ def test_errors_are_one_line(plan, models, argv, error):
     (models / "list.json").write_text("[1]")
     (models / "empty.jsonl").write_text("\n")
     (models / "bad.jsonl").write_text(f'{LOAD}{{"arrival": -1, "prompt_tokens": 1, "output_tokens": 1}}')
-    (models / "llama.json").write_text('{"model_type": "llama"}')
+    (models / "mamba.json").write_text('{"model_type": "mamba"}')
     (models / "dspark.json").write_text(json.dumps(RELEASES["DeepSeek-V4-Pro"] | DSPARK))
     told = plan(*argv.split())
     assert told.startswith("error: ")
