@@ -27,8 +27,10 @@ class _Made(struct.PyTreeNode):
     margins: Float[Array, "B K"] | None
 
 
-def chains(s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits) -> Drafts:
-    """A chain of every slot. vocab: tokens of the trunk."""
+def chains(
+    s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits, source: Source = Source.NEXTN
+) -> Drafts:
+    """A chain of every slot. vocab: tokens of the trunk. source: of the drafts, for counts and estimates."""
     depth = rules.depth
     tokens = jnp.pad(s.newest[:, None], ((0, 0), (0, depth)))
     scores = jnp.zeros((len(tokens), depth, vocab), jnp.float32)
@@ -49,5 +51,5 @@ def chains(s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits)
     margins = jnp.zeros((len(tokens), depth), jnp.float32) if rules.margins else None
     made = on.repeated(0, depth, rules.wanted, draft, _Made(tokens, probs, kept, margins))
     count = jnp.full_like(s.length, rules.wanted)
-    source = jnp.full_like(count, Source.NEXTN)
-    return Drafts(made.tokens[:, 1:], count, source, made.logits, made.probs, margins=made.margins)
+    of = jnp.full_like(count, source)
+    return Drafts(made.tokens[:, 1:], count, of, made.logits, made.probs, margins=made.margins)
