@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mtp_jax import LLM, demo_model
+from mtp_jax import LLM, ConfigError, SamplingParams, demo_model
 from mtp_jax.checkpoint import load, save_checkpoint
+from mtp_jax.decode.keys import Origin
 from mtp_jax.lab.bench import machine
 from mtp_jax.model import trunk
 from mtp_jax.simulate.device import Simulated
@@ -89,6 +90,40 @@ def test_the_twelve_lines_of_the_documentation():
     logits, drafts = names["both"](names["m"].params, names["ids"])
     assert logits.shape[1] == drafts.shape[1] + 1
     assert (logits[:, 1:].argmax(-1) == drafts.argmax(-1)).sum() == 3
+
+
+def test_a_drafter_of_ones_own_drafts_what_followed_before(small, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    sizes: dict[str, Any] = SIZES | {"adaptive_depth": False}
+    llm = LLM(small, drafter="drafter:Follower", **sizes)
+    assert "drafter=Follower" in repr(llm)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    (first,) = llm.generate([[5, 6, 7]], params)
+    (again,) = llm.generate([[5, 6, 7, *first.outputs[0].token_ids]], params)
+    assert again.speculation.of(Origin.OTHER).acceptance_length > 2
+    tokens = [5, 6, 7, *first.outputs[0].token_ids, *again.outputs[0].token_ids]
+    assert llm.score(tokens).logits[2:-1].argmax(-1).tolist() == tokens[3:]
+    shown = example("drafter").main(llm, 8)
+    assert shown.speculation.drafted == shown.speculation.of(Origin.OTHER).drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens = 0 verifies no drafts"),
+        ({"draft_model": "head"}, "has no folder, but draft_model = head is given"),
+        ({"simulate": RATES}, "drafter means nothing to a simulated model"),
+        ({"tree": "2x2x3", "num_speculative_tokens": None}, "this model drafts with the drafter Follower"),
+        (
+            {"adaptive_verification": True, "adaptive_depth": True, "max_num_seqs": 2},
+            "adaptive_verification ranks drafts by margins",
+        ),
+    ],
+)
+def test_options_that_a_drafter_of_ones_own_excludes_are_refused(small, monkeypatch, options, message):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with pytest.raises(ConfigError, match=message):
+        LLM(small, drafter="drafter:Follower", **(SIZES | options)).generate([[5, 6, 7]])
 
 
 @pytest.mark.rest

@@ -82,7 +82,7 @@ class LLM:
         self._scorer = self._decoding and Scorer(self.config, self._decoding.model.on)
 
     def __repr__(self) -> str:
-        return f"LLM({shown(self.folders[0], self.config, self.engine.config)})"
+        return f"LLM({shown(self.folders[0], self.engine.cfg, self.engine.config)})"
 
     def _make_engine(self, config: EngineConfig) -> Engine:
         if self._rates is not None:

@@ -20,6 +20,7 @@ from mtp_jax.checkpoint.digest import beside, folder_digest, folder_sizes
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.outside import Outside, taken
 from mtp_jax.hosts.hello import options_of, versions
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
@@ -88,6 +89,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     described = config_of_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
     _check_dtype(engine)
+    outside = _outside(options, engine)
     if engine.law:
         _LOG.warning("%s, whatever the model says: for benchmarks alone", engine.law)
     num_nextn_layers = options.num_nextn_layers
@@ -118,11 +120,27 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     with report.phase("compare"):
         compare_weights()
     config, room = _with_eos(config, tokenizer), None
-    decoding = decoding_of(config, engine, on)
+    decoding = decoding_of(replace(config, drafter=outside) if outside else config, engine, on)
     if engine.memory_fraction is not None:
         with report.phase("size cache"):
             engine, room = sized(decoding, params, engine, tokenizer is not None)
     return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, room=room)
+
+
+def _outside(options: LLMOptions, engine: EngineConfig) -> Outside | None:
+    """The drafter from outside; None where ``drafter`` is a kind of head. Raises ConfigError."""
+    found = taken(options.drafter)
+    if found is not None and options.draft_model is not None:
+        raise ConfigError(
+            f"draft_model = {options.draft_model} beside drafter = {found.name}, which has no folder; leave "
+            "one of them out, or make drafter a kind of head (docs/research.md)"
+        )
+    if found is not None and engine.adaptive_verification:
+        raise ConfigError(
+            f"adaptive_verification = True beside drafter = {found.name}: drafts are ranked by margins, "
+            "which heads and NextN layers alone have; leave one of them out"
+        )
+    return found
 
 
 def _check_dtype(engine: EngineConfig) -> None:
@@ -164,6 +182,7 @@ def _compare(
             "options": options_of(asdict(engine)),
             "NextN layers": str(nextn),
             "draft_captures": str(options.draft_captures),
+            "drafter": str(options.drafter),
             **{name: folder_sizes(folder) for name, folder in zip(names, folders, strict=True)},
         }
     )

@@ -1,9 +1,10 @@
 """The options of ``LLM``: the model to load, and the engine's. No jax here: the command line reads them."""
 
 import secrets
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mtp_jax.api.progress import Reporter
 from mtp_jax.engine.config import MODEL, UNDRAFTED, UNSIMULATED, EngineConfig, EngineOptions
@@ -54,6 +55,16 @@ class LLMOptions(EngineOptions):
         subject=MODEL,
         excludes=UNSIMULATED,
         idle=UNDRAFTED,
+    )
+    drafter: Callable[..., Any] | str | None = option(
+        None,
+        "the class of a drafter in the place of the model's own, or of a kind of head that draft_model has",
+        kind=str,
+        unset="the model's own",
+        metavar="PACKAGE:CLASS",
+        subject=MODEL,
+        excludes=UNSIMULATED,
+        needs={"num_speculative_tokens": (1, "a step without drafts verifies none")},
     )
     num_nextn_layers: int | None = option(
         None,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_captures, captures, model_dir
+from mtp_jax.commands.options import add_head, captures, model_dir
 from mtp_jax.commands.parser import Parser, Subparsers, folder, mesh_shape
 
 
@@ -29,8 +29,7 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_model(convert)
     convert.add_argument("out", type=Path, help="an empty or a new directory")
-    convert.add_argument("--draft-model", type=Path, metavar="DIR", help="a drafter to take along")
-    add_captures(convert)
+    add_head(convert, "a drafter to take along")
     convert.add_argument(
         "--num-nextn-layers", type=int, metavar="N", help="NextN layers to take along (default: all)"
     )

@@ -30,8 +30,8 @@ from mtp_jax.commands.parser import (
 from mtp_jax.engine.config import MODEL, SPECULATION
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.heads.outside import taken_kind
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import Captures
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Clash, Described, Option, declared
@@ -195,14 +195,20 @@ def chosen(args: argparse.Namespace, cls: type[_T], without: Collection[str] = (
     return cls(**own | {name: value for name, value in given(args, cls).items() if name not in without})
 
 
-def add_captures(parser: Parser) -> None:
-    """The option for the taps of a draft head, for a command that makes no ``LLM``."""
-    add_options(parser, LLMOptions, {"draft_captures"})
+def add_head(parser: Parser, help: str) -> None:
+    """The options of a draft head, for a command that makes no ``LLM``."""
+    parser.add_argument("--draft-model", type=Path, metavar="DIR", help=help)
+    add_options(parser, LLMOptions, {"draft_captures", "drafter"})
 
 
 def captures(args: argparse.Namespace) -> Captures | None:
-    """The value of the option that ``add_captures`` declares."""
-    return given(args, LLMOptions).get("draft_captures")
+    """The value of the option that ``add_head`` declares. Takes the kind of ``--drafter``, if it is given.
+
+    Raises ConfigError.
+    """
+    found = given(args, LLMOptions)
+    taken_kind(found.get("drafter"))
+    return found.get("draft_captures")
 
 
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
@@ -308,17 +314,17 @@ def ready(report: Reporter, llm: "LLM") -> None:
     pages = llm.engine.pages * llm.engine.shards
     cache = "FP8 cache" if engine.kv_cache_dtype == "fp8" else "cache"
     report.ready(
-        f"{c.num_hidden_layers} layers and {drafter(c)} in {engine.dtype}, "
+        f"{c.num_hidden_layers} layers and {drafter(llm)} in {engine.dtype}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time{f' ({llm.room})' if llm.room else ''}"
         + (f"; {described(llm.sampling_defaults)}" if llm.sampling_defaults else "")
     )
 
 
-def drafter(c: ModelConfig) -> str:
+def drafter(llm: "LLM") -> str:
     """The drafter of a model, for people: "1 NextN layer", "a DFlash head"."""
-    layers = c.num_nextn_predict_layers
-    return f"a {c.drafter.name} head" if c.drafter else f"{layers} NextN layer{'s' * (layers != 1)}"
+    layers, head = llm.config.num_nextn_predict_layers, llm.engine.cfg.drafter or llm.config.drafter
+    return head.title if head else f"{layers} NextN layer{'s' * (layers != 1)}"
 
 
 def depth(llm: "LLM") -> str:

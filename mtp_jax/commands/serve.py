@@ -119,7 +119,7 @@ def summary(
     tokens, (first, rest) = allm.stats().pages_total * c.page_size, llm.engine.warm_up_keys()
     size = llm.weight_bytes // 10**6
     own = f" of {llm.folders[1]}" if len(llm.folders) > 1 else ""
-    drafts = f"{drafter(model)}{own}, {depth(llm)}"
+    drafts = f"{drafter(llm)}{own}, {depth(llm)}"
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""

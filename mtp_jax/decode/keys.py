@@ -129,10 +129,11 @@ class Finish(IntEnum):
 
 
 class Origin(IntEnum):
-    """The drafter that a row's drafts come from."""
+    """The drafter that a row's drafts come from: the model's own, suffix matches, or one from outside."""
 
     NEXTN = 0
     SUFFIX = 1
+    OTHER = 2
 
 
 # Columns of StepResult.packed after the W tokens.

@@ -135,9 +135,10 @@ class Step:
         """The part of the windows, of which some drafts are left out where the key says so."""
         key, packing = self.key, None
         if key.kept is not None:
-            if estimate is None or drafts.parents is not None or self.decoding.law is not None:
+            chains = drafts.parents is None and drafts.margins is not None
+            if estimate is None or not chains or self.decoding.law is not None:
                 raise ConfigError(
-                    f"{key}: it needs an estimate, a drafter that makes chains, and the verifier"
+                    f"{key}: it needs an estimate, a drafter that makes chains with margins, and the verifier"
                 )
             shards = data_size(self.model.on.mesh)
             drafts, packing = windows.ranked(state, drafts, estimate, key.kept, shards)

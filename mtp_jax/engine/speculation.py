@@ -50,7 +50,7 @@ class Speculation:
     @property
     def drafter(self) -> "Speculation":
         """Counts of the steps whose drafts are the drafter's, and no suffix matches."""
-        return self.of(Origin.NEXTN)
+        return self.of(Origin.NEXTN) + self.of(Origin.OTHER)
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:

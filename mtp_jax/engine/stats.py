@@ -53,7 +53,7 @@ class Counters:
         generation_tokens: number of emitted tokens, also tokens that a stop string cut off.
         prefix_queries: number of prompt tokens looked up in the prefix cache.
         hits_by_tier: looked-up tokens that were found, by place: "device" or "host".
-        drafted_by_source: drafts verified, by drafter: "nextn" or "suffix".
+        drafted_by_source: drafts verified, by drafter: "nextn", "suffix" or "other".
         accepted_by_source: drafts accepted, by drafter.
         first_drafts: number of (row, step) pairs with verified drafts, by drafter.
         accepted_first_drafts: number of such pairs whose first draft was accepted.

@@ -6,7 +6,7 @@ from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.drafter.suffix import Suffix
 from mtp_jax.decode.keys import TreeShape
 from mtp_jax.errors import ConfigError
-from mtp_jax.heads.kinds import imported
+from mtp_jax.heads.outside import imported
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import DraftHead, head_of
 from mtp_jax.model.nextn import NextNLayers
@@ -27,11 +27,11 @@ def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None)
 
 
 def _of_head(head: DraftHead, cfg: ModelConfig, tree: TreeShape | None) -> Drafter:
-    make = imported(head.drafts)
+    make = imported(head.drafts) if isinstance(head.drafts, str) else head.drafts
     made = make(cfg) if tree is None else make(cfg, tree)
     if not isinstance(made, Drafter):
         raise ConfigError(
-            f"{head.drafts} makes a {type(made).__name__}, which is no drafter; expected the methods of "
-            "mtp_jax.decode.drafter.protocol.Drafter"
+            f"drafter = {head.drafts!r:.200} makes a {type(made).__name__}, which is no drafter; expected "
+            "the methods of mtp_jax.decode.drafter.protocol.Drafter"
         )
     return made

@@ -1,9 +1,7 @@
 """The kinds of draft heads, without jax."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from importlib import import_module
-from typing import Any
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.blocks.declared import BlockConfig
@@ -59,15 +57,3 @@ def head_from_json(raw: JsonObject) -> DraftHead:
     except TypeError as e:
         raise ConfigError(f"the draft head is not what convert writes: {e}") from e
     raise ConfigError(f"a draft head of kind {raw.get('kind')!r:.80}; expected one of {', '.join(known)}")
-
-
-def imported(reference: str) -> Callable[..., Any]:
-    """The class or the function that "package.module:name" names. Raises ConfigError."""
-    module, _, name = reference.partition(":")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(f"{reference!r:.200} cannot be imported: {e}; expected package.module:name") from e
-    if not callable(found):
-        raise ConfigError(f"{reference!r:.200} is a {type(found).__name__}; expected a class or a function")
-    return found

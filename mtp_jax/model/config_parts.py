@@ -240,6 +240,11 @@ class HeadConfig:
         raise NotImplementedError
 
     @property
+    def title(self) -> str:
+        """A noun phrase for it, for people."""
+        return f"a {self.name} head"
+
+    @property
     def keys(self) -> JsonObject:
         """Keys of the model's config.json that describe it; none of a head with a folder of its own."""
         return {}

@@ -1,6 +1,6 @@
 """A draft head beside a trunk, of any kind, without jax: the questions that it answers."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, Self
 
@@ -55,11 +55,12 @@ class DraftHead(HeadConfig):
     """The configuration of a draft head.
 
     Attributes:
-        drafts: "module:name" of the function, or the class, that makes its drafter of the trunk's
-            configuration, and of the shape of its trees where the head makes trees. It is imported with jax.
+        drafts: the function, or the class, that makes its drafter of the trunk's configuration, and of the
+            shape of its trees if they are asked for; or its "module:name", which is imported when an engine
+            is made.
     """
 
-    drafts: ClassVar[str]
+    drafts: ClassVar[str | Callable[..., object]]
 
     @classmethod
     def reads(cls, raw: JsonObject, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -93,7 +93,7 @@ def test_a_broken_drafter_comes_last():
 
 
 def test_each_source_has_its_own_estimate():
-    margins, sources = np.full((2, K), 3, np.float32), np.array([*Origin])
+    margins, sources = np.full((2, K), 3, np.float32), np.array([Origin.NEXTN, Origin.SUFFIX])
     found = jax.jit(ranking.survival)(margins, sources, ESTIMATE)
     want = (1 / (1 + np.exp([[-1.4], [-0.8]]))) ** np.arange(1, K + 1)
     near(found, want, terms=6 * K)  # a factor's product, sum, exponential, sum, quotient, and the product

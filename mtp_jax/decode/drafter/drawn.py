@@ -52,19 +52,21 @@ class Made(struct.PyTreeNode):
         margins = put(self.margins, rules.margin(logits), k)
         return Made(tokens, probs, put(self.logits, logits, k), margins)
 
-    def drafts(self, s: Slots, rules: DraftRules) -> Drafts:
+    def drafts(self, s: Slots, rules: DraftRules, origin: Origin = Origin.NEXTN) -> Drafts:
         """A chain of every slot."""
         count = jnp.full_like(s.length, rules.wanted)
-        source = jnp.full_like(count, Origin.NEXTN)
+        source = jnp.full_like(count, origin)
         return Drafts(self.tokens[:, 1:], count, source, self.logits, self.probs, margins=self.margins)
 
 
-def chains(s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits) -> Drafts:
-    """A chain of every slot. vocab: tokens of the trunk."""
+def chains(
+    s: Slots, rules: DraftRules, on: Backend, vocab: int, logits: Logits, origin: Origin = Origin.NEXTN
+) -> Drafts:
+    """A chain of every slot. vocab: tokens of the trunk. origin: of the drafts, for counts and estimates."""
 
     def draft(k: Int[Array, ""] | int, made: Made) -> Made:
         before = jax.lax.dynamic_index_in_dim(made.tokens, k, axis=1, keepdims=False)
         return made.drawn(k, logits(k, before), s, rules)
 
     made = on.repeated(0, rules.depth, rules.wanted, draft, Made.nothing(s, rules, vocab))
-    return made.drafts(s, rules)
+    return made.drafts(s, rules, origin)

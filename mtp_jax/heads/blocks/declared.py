@@ -93,7 +93,7 @@ class BlockHead:
     @property
     def merging(self) -> tuple[object, ...]:
         """The parameters beside the layers that a draft reads, without tables."""
-        convolutions = [(each.attention_conv, each.mlp_conv) for each in self.layers]
+        convolutions = tuple((each.attention_conv, each.mlp_conv) for each in self.layers)
         return self.norm, self.hyper_head, self.selector and self.selector.hidden, convolutions
 
     @property

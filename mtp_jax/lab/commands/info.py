@@ -3,11 +3,10 @@
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_captures, captures, model_dir
+from mtp_jax.commands.options import add_head, captures, model_dir
 from mtp_jax.commands.parser import Subparsers, add_model, add_value, positive, positive_number
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -36,10 +35,7 @@ def register(subparsers: Subparsers) -> None:
         description="Describe a checkpoint. No weights are read; a config.json alone will do.",
     )
     add_model(parser, "directory (default: the demo model)")
-    parser.add_argument(
-        "--draft-model", type=Path, metavar="DIR", help="NextN layers or a head in a directory of their own"
-    )
-    add_captures(parser)
+    add_head(parser, "NextN layers or a head in a directory of their own")
     add_value(parser, "--num-nextn-layers", None, "NextN layers to count (default: all)", int, "N")
     add_value(parser, "--gpus", 1, "tell the memory of each of N GPUs", positive, "N")
     named = f"tell the cache that each has room for: {', '.join(GPUS)}"
@@ -87,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _machine(args: argparse.Namespace) -> int:
     beside = [name for name, default in _OF_CHECKPOINTS.items() if getattr(args, name) != default]
-    beside += ["draft_captures"] * (captures(args) is not None)
+    beside += [name for name in ("draft_captures", "drafter") if name in args]
     if beside:
         raise ConfigError(f"--machine describes this machine, no checkpoint; leave out: {', '.join(beside)}")
     from mtp_jax.lab.bench.figures import figures, lines

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
+from mtp_jax.commands.options import add_head, captures
 from mtp_jax.commands.parser import (
     Parser,
     Subparsers,
@@ -49,6 +51,7 @@ def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("plan", help="estimate a deployment", description=_DESCRIPTION)
     add_model(parser, f"a directory with config.json, or the file, or {' or '.join(KNOWN)}")
+    add_head(parser, "a draft head in a directory of its own, of which no weights are read")
     parser.add_argument(
         "--check", action="store_true", help="show published speeds beside the estimate, without a model"
     )
@@ -132,9 +135,10 @@ def run(args: argparse.Namespace) -> int:
     trunk_alone = args.depths == [0] or getattr(args, "num_speculative_tokens", None) == 0
     option = "--depths" if args.load is None else "--num-speculative-tokens"
     name, cfg = declared(args.model, trunk_alone, option)
+    cfg = _with_head(args, cfg)
     if args.load is not None:
         return plan_load.run(args, _deployment(args, cfg), name)
-    depths = args.depths or (_DEPTHS if cfg.num_nextn_predict_layers else [0])
+    depths = args.depths or (_DEPTHS if cfg.drafts else [0])
     batches = None if args.micro_batches == "auto" else int(args.micro_batches)
     plan = table.make(_deployment(args, cfg), args.requests, depths, args.accept_rates, batches, args.price)
     if args.output:
@@ -145,6 +149,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         show.write(text.text(plan, name) + "\n")
     return 0
+
+
+def _with_head(args: argparse.Namespace, cfg: ModelConfig) -> ModelConfig:
+    """The model with the head of ``--draft-model``, if it is given. Raises ConfigError, CheckpointError."""
+    taps = captures(args)
+    if args.draft_model is None:
+        if wrong := [name for name in ("draft_captures", "drafter") if name in args]:
+            raise ConfigError(f"{wrong[0]} is of a head; name its directory with --draft-model")
+        return cfg
+    from mtp_jax.checkpoint.draft import open_draft
+    from mtp_jax.checkpoint.folder import open_folder
+
+    head = open_draft(open_folder(args.draft_model), cfg, taps).head
+    if head is None:
+        raise ConfigError(f"{args.draft_model} has NextN layers, which config.json declares; leave it out")
+    return replace(cfg.with_nextn(()), drafter=head)
 
 
 def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":

@@ -13,6 +13,7 @@ from mtp_jax.commands.parser import Subparsers, add_model
 from mtp_jax.engine.config import SPECULATION
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
+from mtp_jax.heads.outside import taken_kind
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.family import config_of_file
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Tune. Returns the exit status."""
     options, directory = chosen(args, TuneOptions), model_dir(args)
     model = chosen(args, LLMOptions, model=directory)
+    taken_kind(model.drafter)
     if not model.drafts:
         raise ConfigError("num_speculative_tokens = 0; expected 1 or more: the drafts to tune")
     try:

@@ -9,6 +9,7 @@ from mtp_jax.lab.planning.fit import IMBALANCE, MEMORY_FRACTION
 from mtp_jax.lab.planning.hardware import Gpu, Rate
 from mtp_jax.lab.planning.weights import Storage
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head import head_of
 
 ExchangeWay = Literal["gather", "all-to-all", "per-expert"]
 """The exchange: the way of rows to their experts. gather: every GPU gets all rows, and sums are reduced and
@@ -81,20 +82,23 @@ class Deployment:
         return self.gpus // self.hosts
 
     @property
-    def layers(self) -> range:
-        """Layers with a cache: the trunk's, and the NextN layers if anything is drafted."""
-        return range(self.cfg.num_hidden_layers + (self.cfg.num_nextn_predict_layers if self.depth else 0))
+    def layers(self) -> list[tuple[ModelConfig, int]]:
+        """Sizes and numbers of layers with a cache: the trunk's, and the drafter's if anything is drafted."""
+        c, head = self.cfg, head_of(self.cfg)
+        own = [(c, i) for i in range(c.num_hidden_layers + (c.num_nextn_predict_layers if self.depth else 0))]
+        sizes = head.sizes if head and self.depth else None
+        return own if sizes is None else [*own, *((sizes, i) for i in range(sizes.num_hidden_layers))]
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of a cached token."""
         page = self.page_size or self.cfg.usual_page
-        return math.ceil(sum(self.cfg.attention.token_bytes(i, self.cache, page) for i in self.layers))
+        return math.ceil(sum(c.attention.token_bytes(i, self.cache, page) for c, i in self.layers))
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot beside its cached tokens."""
-        return sum(self.cfg.attention.slot_bytes(i, self.cache, self.depth + 1) for i in self.layers)
+        return sum(c.attention.slot_bytes(i, self.cache, self.depth + 1) for c, i in self.layers)
 
 
 def hosts_for(gpu: Gpu, gpus: int) -> int:
@@ -134,9 +138,11 @@ def _check(d: Deployment) -> None:
     need(d.context <= limit, f"context = {d.context}; the model has positions for {limit}")
     need(0 <= d.depth <= 8, f"depth = {d.depth}; expected 0 to 8 drafts")
     need(
-        not d.depth or c.num_nextn_predict_layers > 0,
+        not d.depth or c.drafts,
         f"depth = {d.depth}; config.json declares no NextN layer to draft with: expected depth 0",
     )
+    most = c.drafter.most_drafts if c.drafter else None
+    need(most is None or d.depth <= most, f"depth = {d.depth}; the head makes {most} drafts at most")
     need(gpus % d.hosts == 0, f"hosts = {d.hosts}; {gpus} GPUs do not divide over them")
     least = hosts_for(d.gpu, gpus)
     need(d.hosts >= least, f"hosts = {d.hosts}; {gpus} x {d.gpu.name.upper()} need {least} or more")

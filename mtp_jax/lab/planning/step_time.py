@@ -30,11 +30,14 @@ from mtp_jax.lab.planning.weights import (
     WeightCounts,
     WeightFormat,
     declared,
-    nextn,
+    drafting_blocks,
+    drafts,
     trunk,
 )
 from mtp_jax.lab.planning.work import attention, expected_experts
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head import head_of
+from mtp_jax.model.layer_specs import Weight
 
 COMPUTING = ("attention", "projections", "mlp", "experts", "head")
 
@@ -101,7 +104,7 @@ def fastest(d: Deployment) -> Band:
 def step(d: Deployment, fit: Fit) -> StepTime:
     """One step, with software of one quality."""
     parts, q = d.micro_batches, d.depth + 1
-    times = _Times(d, fit, d.busiest / parts, d.requests / parts, q)
+    times = _Times(d, d.cfg, fit, d.busiest / parts, d.requests / parts, q)
     seconds: dict[str, float] = dict.fromkeys(COMPUTING, 0.0)
     sent, launches = Sent(), 0
     for number, b, alike in _kinds(d.cfg):
@@ -125,26 +128,33 @@ def _kinds(cfg: ModelConfig) -> Sequence[tuple[int, BlockWeights, int]]:
 
 
 def drafting(d: Deployment, fit: Fit) -> float:
-    """Seconds of K passes of a NextN layer over one row of each request, with the head; and of the rows that
-    the window adds to the NextN cache, each of which takes the merge and the layer's keys."""
+    """Seconds of K passes of a NextN layer, or of a head, over one row of each request, with the logits; and
+    of the rows that the window adds to its cache, each of which takes the merge and the layer's keys.
+
+    A head that drafts blocks makes one pass over its rows.
+    """
     if not d.depth:
         return 0.0
-    layers, once = nextn(d.cfg), _Times(d, fit, d.busiest, d.requests, 1)
-    specs, total = declared(d.cfg).nextn, entries(d, fit, d.depth + 1)
-    launches = OF_DRAFT + OF_HYPER * (d.cfg.streams > 1)
-    for k in range(d.depth):
-        number = k % len(layers)
-        b = layers[number]
-        total += sum(once.block(d.cfg.num_hidden_layers + number, b).values()) + once.exchange(b).seconds
-        total += once.product(WeightCounts.of(specs[number].merging)) + once.head() + launches * fit.launch
+    head, parts, total = head_of(d.cfg), drafts(d.cfg), entries(d, fit, d.depth + 1)
+    sizes, first, rows = d.cfg, d.cfg.num_hidden_layers, None
+    if head is not None:
+        sizes, first, rows = head.sizes or sizes, 0, head.rows
+    once = _Times(d, sizes, fit, d.busiest, d.requests, rows or 1)
+    drawn = replace(once, width=d.depth if rows else 1)
+    launches = OF_DRAFT + OF_HYPER * (sizes.streams > 1)
+    for k in range(1 if rows else d.depth):
+        number = k % len(parts)
+        part = parts[number]
+        for i, b in enumerate(drafting_blocks(d.cfg, number)):
+            total += sum(once.block(first + number + i, b).values()) + once.exchange(b).seconds
+        total += once.product(WeightCounts.of(part.merging)) + drawn.head(part.head) + launches * fit.launch
     return total
 
 
 def entries(d: Deployment, fit: Fit, rows: int) -> float:
     """Seconds of writing the NextN cache: ``rows`` rows of each request."""
-    return _Times(d, fit, d.busiest, d.requests, rows).product(
-        WeightCounts.of(declared(d.cfg).nextn[0].entries)
-    )
+    times = _Times(d, d.cfg, fit, d.busiest, d.requests, rows)
+    return times.product(WeightCounts.of(drafts(d.cfg)[0].entries))
 
 
 def _launches(d: Deployment, number: int, b: BlockWeights) -> int:
@@ -161,12 +171,14 @@ class _Times:
 
     Attributes:
         d, fit: the deployment, and the shares of peaks that it reaches.
+        cfg: sizes of the layers: the model's, or its draft head's.
         busiest: number of requests of the busiest group.
         requests: number of requests of all groups.
         width: number of tokens of each request in this pass.
     """
 
     d: Deployment
+    cfg: ModelConfig
     fit: Fit
     busiest: float
     requests: float
@@ -190,7 +202,7 @@ class _Times:
 
     def block(self, number: int, b: BlockWeights) -> dict[str, float]:
         """A decoder block, by piece."""
-        streams = {"streams": self.streams()} if self.d.cfg.streams > 1 else {}
+        streams = {"streams": self.streams()} if self.cfg.streams > 1 else {}
         return streams | {
             "attention": self.attention(number),
             "projections": self.product(b.whole) + self.product(b.heads, self.d.model),
@@ -201,14 +213,14 @@ class _Times:
     def attention(self, number: int) -> float:
         """Attention over the cache of one group; heads are divided, cached rows and the indexer are not."""
         d = self.d
-        a = attention(d.cfg, number, self.width, d.context)
-        row, key = d.cfg.row.bytes(d.cache), d.cfg.attention.key_bytes(number, d.cache)
+        a = attention(self.cfg, number, self.width, d.context)
+        row, key = self.cfg.row.bytes(d.cache), self.cfg.attention.key_bytes(number, d.cache)
         nbytes, flops = a.rows * row + a.keys * key, a.flops / d.model + a.scoring
         return self.roofline(self.busiest * nbytes, self.busiest * flops, d.attention, self.fit.attention)
 
     def streams(self) -> float:
         """Both halves of a block read all streams twice, to enter and to add to them, and write them once."""
-        values = self.busiest * self.width * self.d.cfg.streams * self.d.cfg.hidden_size
+        values = self.busiest * self.width * self.cfg.streams * self.cfg.hidden_size
         return 2 * 3 * values * BFLOAT16.bytes / (self.d.gpu.bandwidth * self.fit.memory)
 
     def experts(self, b: BlockWeights) -> float:
@@ -225,9 +237,9 @@ class _Times:
         flops = 2 * mean * spread * b.expert
         return self.roofline(seen * b.expert * kept.bytes, flops, kept.rate, self.fit.products)
 
-    def head(self) -> float:
-        """Logits of all rows."""
-        return self.product(WeightCounts.of(declared(self.d.cfg).table), self.d.model)
+    def head(self, own: Weight = None) -> float:
+        """Logits of all rows. own: a drafter's table in the place of the trunk's."""
+        return self.product(WeightCounts.of(own or declared(self.d.cfg).table), self.d.model)
 
     def exchange(self, b: BlockWeights) -> Sent:
         """Bytes and seconds of the exchange of one block."""

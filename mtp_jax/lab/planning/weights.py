@@ -7,10 +7,11 @@ from typing import Literal
 
 from mtp_jax.lab.planning.hardware import Rate
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.head import HeadTree
 from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK
 from mtp_jax.model.layer_specs import Layer, Moe
 from mtp_jax.model.spec import Spec, count, leaves
-from mtp_jax.model.specs import Params, param_specs
+from mtp_jax.model.specs import NextN, Params, param_specs
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,13 @@ def trunk(cfg: ModelConfig) -> tuple[BlockWeights, ...]:
 
 
 @cache
-def nextn(cfg: ModelConfig) -> tuple[BlockWeights, ...]:
-    """The blocks of the NextN layers."""
-    return tuple(BlockWeights.of(p.layer) for p in declared(cfg).nextn)
+def drafts(cfg: ModelConfig) -> tuple[NextN | HeadTree, ...]:
+    """The specs of the NextN layers, or of the draft head."""
+    specs = declared(cfg)
+    return specs.nextn if specs.drafter is None else (specs.drafter,)
+
+
+@cache
+def drafting_blocks(cfg: ModelConfig, number: int) -> tuple[BlockWeights, ...]:
+    """The blocks of one of ``drafts``."""
+    return tuple(map(BlockWeights.of, drafts(cfg)[number].blocks))

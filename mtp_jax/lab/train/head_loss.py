@@ -6,23 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from mtp_jax.decode.drafter.protocol import FINAL
-from mtp_jax.decode.drafter.recursive import Recursive
-from mtp_jax.errors import ConfigError
-from mtp_jax.heads.blocks.drafts import Block, Blocks
-from mtp_jax.heads.build import build
+from mtp_jax.lab.train.learner import Drafted, Learner
 from mtp_jax.lab.train.states import StateWindows
 from mtp_jax.lab.train.tune_options import Objective
-from mtp_jax.model import draft_module, trunk
+from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
-from mtp_jax.model.cache import empty_cache
-from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.draft_module import DraftModule
-from mtp_jax.model.head import head_of as draft_head
 from mtp_jax.model.params import Params
-from mtp_jax.model.sharding import data_size
 
 # In the place of -inf: its exponential is 0, and its product with 0 is no NaN.
 _NEVER = float(jnp.finfo(jnp.float32).min) / 2
@@ -42,7 +34,7 @@ class Task:
         decay: weight of a draft over the weight of the draft before it.
     """
 
-    head: DraftModule | Blocks
+    head: Learner
     on: Backend
     drafts: int
     objective: Objective
@@ -51,44 +43,12 @@ class Task:
     @property
     def taps(self) -> tuple[int, ...]:
         """Residual streams that the head reads."""
-        features = self.head.head.taps if isinstance(self.head, Blocks) else self.head.features
-        return tuple(sorted({k for k in features if k != FINAL}))
+        return tuple(sorted({k for k in self.head.features if k != FINAL}))
 
     @property
     def extra(self) -> int:
         """Tokens of a window behind the rows from which drafts follow."""
         return self.drafts + 1
-
-
-def head_of(cfg: ModelConfig) -> DraftModule | Blocks:
-    """The functions of a model's head or NextN layers. Raises ConfigError for a model without."""
-    head, drafter = draft_head(cfg), build(cfg)
-    if not cfg.attention.trained:
-        raise ConfigError("DeepSeek-V4's MTP layers and DSpark stages are not tuned here; name another model")
-    if head and head.untuned:
-        raise ConfigError(head.untuned)
-    if not isinstance(drafter, Recursive | Block):
-        raise ConfigError(
-            "the model has no NextN layer to tune; name a head with draft_model, or begin one with fresh"
-        )
-    return drafter.module
-
-
-class Drafted(NamedTuple):
-    """A draft for every row, at its place in the text.
-
-    Attributes:
-        z: the head's states, from which it drafts.
-        teacher: the trunk's logits of the draft's token.
-        previous, tokens: the text's own tokens before the draft's place and there.
-        counts: rows whose draft is of an answer.
-    """
-
-    z: Float[Array, "R d"]
-    teacher: Float[Array, "R V"]
-    previous: Int[Array, " R"]
-    tokens: Int[Array, " R"]
-    counts: Bool[Array, " R"]
 
 
 class HeadFigures(NamedTuple):
@@ -147,26 +107,17 @@ def _is_none(x: object) -> bool:
 
 def drafts_of(task: Task, params: Params, windows: StateWindows) -> Iterator[Drafted]:
     """The drafts of all rows, as the head makes them when it decodes: draft 0, draft 1, ..."""
-    of_kind = _of_blocks if isinstance(task.head, Blocks) else _of_recursion
     teacher = trunk.logits(params, windows.states[FINAL].astype(jnp.float32), task.on)
-    return of_kind(task, params, windows, jax.lax.stop_gradient(teacher))
-
-
-def logits_of(task: Task, k: int, params: Params, drafted: Drafted) -> Float[Array, "R V"]:
-    """The logits of draft ``k``, -inf for tokens that the head never drafts."""
-    head, z = task.head, drafted.z
-    if isinstance(head, Blocks):
-        return head.after(params, z, head.logits(params, task.on, z), drafted.previous)
-    return head.logits(params, k % len(head.numbers), z, task.on)
+    return task.head.drafts(params, task.on, windows, task.drafts, jax.lax.stop_gradient(teacher))
 
 
 def _figures(task: Task, k: int, params: Params, drafted: Drafted) -> tuple[Array, Array, Array]:
     """(Objective, whether the most likely tokens agree, overlap) of every row of draft ``k``."""
-    head = task.head
-    loss, same, overlap = _compared(task, logits_of(task, k, params, drafted), drafted)
-    if isinstance(head, Blocks) and head.head.selector:
-        # The candidates are the best of these logits, which learn nothing from a choice among candidates.
-        loss += _compared(task, head.logits(params, task.on, drafted.z), drafted)[0]
+    given = task.head.logits(params, task.on, k, drafted)
+    loss, same, overlap = _compared(task, given, drafted)
+    # Logits that learn nothing from a choice among their best tokens learn by themselves.
+    if (candidates := task.head.candidates(params, task.on, drafted)) is not None:
+        loss += _compared(task, candidates, drafted)[0]
     return loss, same, overlap
 
 
@@ -186,47 +137,3 @@ def _compared(task: Task, given: Float[Array, "R V"], drafted: Drafted) -> tuple
         chosen = jnp.take_along_axis(log_q, drafted.tokens[:, None], axis=-1)[:, 0]
         loss = jnp.where(chosen > _NEVER / 2, -chosen, 0)
     return loss, logits.argmax(-1) == teacher.argmax(-1), overlap
-
-
-def _of_recursion(
-    task: Task, params: Params, w: StateWindows, teacher: Float[Array, "B n V"]
-) -> Iterator[Drafted]:
-    """Row i has token i + 1 for its newest; draft k, from 0, is of token i + 2 + k."""
-    module, on = task.head, task.on
-    assert not isinstance(module, Blocks)
-    length = w.tokens.shape[1] - task.extra
-    features = [w.states[k][:, :length].astype(jnp.float32) for k in module.features]
-    together = w.text[:, :length, None] == w.text[:, None, :length]
-    fused = module.fuse(params, on, features)
-    drafts = draft_module.drafts_forced(module, params, on, w.tokens, fused, task.drafts, together)
-    for k, draft in enumerate(drafts):
-        before, here = (slice(k + i, k + i + length) for i in (1, 2))
-        counts = w.answer[:, 1 : length + 1] & (w.text[:, :length] == w.text[:, here])
-        found = draft.hidden, teacher[:, before], w.tokens[:, before], w.tokens[:, here], counts
-        yield Drafted(*(a.reshape(-1, *a.shape[2:]) for a in found))
-
-
-def _of_blocks(
-    task: Task, params: Params, w: StateWindows, teacher: Float[Array, "B n V"]
-) -> Iterator[Drafted]:
-    """A block follows each anchor, and sees the contexts of its text before the anchor."""
-    blocks, on = task.head, task.on
-    assert isinstance(blocks, Blocks)
-    (batch, length), cfg, head = w.tokens.shape, blocks.head.layers, blocks.head
-    # Every window is a page, with a number in its data shard; its blocks are slots that see it.
-    pages = jnp.arange(batch)[:, None] % (batch // data_size(on.mesh))
-    positions = jnp.broadcast_to(jnp.arange(length), w.tokens.shape)
-    empty = [empty_cache(batch, length, cfg, i, jnp.float32) for i in range(cfg.num_hidden_layers)]
-    context = blocks.context(params, on, [w.states[k].astype(jnp.float32) for k in head.taps])
-    caches = blocks.write(params, on, context, positions, pages, tuple(empty))
-    of_text = w.text[:, None] == jnp.take_along_axis(w.text, w.anchors, axis=1)[..., None]
-    first = of_text.argmax(-1).reshape(-1)
-    window, at = jnp.repeat(jnp.arange(batch), w.anchors.shape[1]), w.anchors.reshape(-1)
-    seen = blocks.seen(at, jnp.ones_like(at, bool), first)
-    x = blocks.run(params, on, w.tokens[window, at], seen, pages[window], caches)
-    z = blocks.normed(params, x)
-    for k in range(task.drafts):
-        row, before, here = k if head.anchored else k + 1, at + k, at + k + 1
-        counts = w.answer[window, at] & (w.text[window, at] == w.text[window, here])
-        target = teacher[window, before], w.tokens[window, before], w.tokens[window, here], counts
-        yield Drafted(z[:, row], *target)

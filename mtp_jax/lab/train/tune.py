@@ -21,10 +21,10 @@ from mtp_jax.checkpoint.write import write_json
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
-from mtp_jax.heads.blocks.drafts import Blocks
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.data import batch_at, even_windows
-from mtp_jax.lab.train.head_loss import HeadFigures, Task, head_of, merged, objective, split
+from mtp_jax.lab.train.head_loss import HeadFigures, Task, merged, objective, split
+from mtp_jax.lab.train.learner import learner_of
 from mtp_jax.lab.train.mixed import differentiable
 from mtp_jax.lab.train.optimizer import make_optimizer
 from mtp_jax.lab.train.prompts import PromptLine, read_prompts
@@ -106,8 +106,8 @@ def tune(given: Given, open_llm: Callable[[Path | None], LLM], report: Phases) -
 
 
 def _task(given: Given, start: Start) -> Task:
-    options, head = given.options, head_of(start.dense.cfg)
-    indexer, blocks = start.cfg.indexer, isinstance(head, Blocks)
+    options, head = given.options, learner_of(start.dense.cfg)
+    indexer = start.cfg.indexer
     if indexer and start.params.nextn and options.window > indexer.topk:
         raise ConfigError(
             f"window = {options.window}; sparse attention is tuned over windows that it sees as a whole, of "
@@ -124,11 +124,11 @@ def _task(given: Given, start: Start) -> Task:
             "objective = text: the answers' tokens in the place of the trunk's distribution, which lowered "
             "the acceptance of good heads where it was tried; kl and tv learn that distribution"
         )
-    drafts = head.head.most_drafts if isinstance(head, Blocks) else given.drafts
+    drafts = head.block or given.drafts
     if options.window <= drafts:
         raise ConfigError(f"window = {options.window}; expected more than the {drafts} drafts of the head")
     on = differentiable(options.products, mesh)
-    return Task(head, on, drafts, options.objective, options.decay_of(drafts, blocks))
+    return Task(head, on, drafts, options.objective, options.decay_of(drafts, head.block is not None))
 
 
 # Answers and hidden states
@@ -263,7 +263,7 @@ def _cut(
     given: Given, task: Task, stream: StateStream, starts: np.ndarray, length: int, number: int
 ) -> StateWindows:
     """Windows on their devices. Blocks, if the head drafts blocks, follow about every token once."""
-    blocks = length // task.drafts if isinstance(task.head, Blocks) else 0
+    blocks = length // task.head.block if task.head.block else 0
     random = np.random.default_rng((given.options.seed, number))
     windows = stream.windows(
         starts, length + task.extra, random.integers(1, length + 1, (len(starts), blocks))

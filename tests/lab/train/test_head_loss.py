@@ -16,7 +16,8 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.decode.drafter.protocol import FINAL
 from mtp_jax.errors import ConfigError
-from mtp_jax.lab.train.head_loss import Task, drafts_of, head_of, logits_of, objective, split
+from mtp_jax.lab.train.head_loss import Task, drafts_of, objective, split
+from mtp_jax.lab.train.learner import learner_of
 from mtp_jax.lab.train.mixed import differentiable
 from mtp_jax.lab.train.start import begin
 from mtp_jax.lab.train.states import StateWindows
@@ -72,7 +73,7 @@ SLOW_HEADS = [pytest.param(v, marks=pytest.mark.slow) for v in ("eagle3_mla", "d
 def test_what_is_tuned_is_what_drafts(variant: str) -> None:
     """The oracle's drafts after a prompt, with another text before it in the window."""
     found, want = loaded(variant), expected(variant)
-    params, cfg, head = found.params, found.config, head_of(found.config)
+    params, cfg, head = found.params, found.config, learner_of(found.config)
     recursive = variant in EAGLES or variant == "rigged"
     ids = want["draft_rec_ids"] if recursive else want["draft_ids"]
     task = Task(head, ON, len(ids), "kl", 0.6)
@@ -88,7 +89,7 @@ def test_what_is_tuned_is_what_drafts(variant: str) -> None:
     @jax.jit
     def made(params: Params, given: StateWindows) -> tuple[Any, jax.Array]:
         drafts = list(drafts_of(task, params, given))
-        logits = [logits_of(task, k, params, drafted) for k, drafted in enumerate(drafts)]
+        logits = [task.head.logits(params, task.on, k, drafted) for k, drafted in enumerate(drafts)]
         return (logits, drafts), trunk.logits(params, given.states[FINAL][0, at], ON)
 
     (logits, drafts), teacher = made(params, given)
@@ -129,7 +130,7 @@ def test_all_of_the_head_learns_and_on_a_mesh_the_same(variant: str) -> None:
     found = loaded(variant) if own else Loaded(MOE, tiny_params(MOE), 0)
     cfg, params, mesh = found.config, found.params, make_mesh(2, 2)
     factors = "bfloat16" if variant == "bfloat16" else "float32"
-    task = Task(head_of(cfg), differentiable(factors), 2, "kl" if own else "tv", 0.6)
+    task = Task(learner_of(cfg), differentiable(factors), 2, "kl" if own else "tv", 0.6)
     given = drawn(task, cfg)
 
     def grads(params: Params, task: Task) -> dict[str, np.ndarray]:
@@ -151,13 +152,13 @@ def test_all_of_the_head_learns_and_on_a_mesh_the_same(variant: str) -> None:
 def test_the_objective_is_the_distance_of_two_distributions() -> None:
     """From the logits of each draft, and from states whose logits are the trunk's."""
     params, cfg = tiny_params(), TINY
-    task = Task(head_of(cfg), ON, 2, "kl", 0.5)
+    task = Task(learner_of(cfg), ON, 2, "kl", 0.5)
     given = drawn(task)
 
     @jax.jit
     def run(params: Params, given: StateWindows) -> tuple[Any, dict[str, Any]]:
         drafts = list(drafts_of(task, params, given))
-        both = [(logits_of(task, k, params, drafted), drafted) for k, drafted in enumerate(drafts)]
+        both = [(task.head.logits(params, task.on, k, drafted), drafted) for k, drafted in enumerate(drafts)]
         kinds = [replace(task, objective=kind) for kind in ("kl", "tv", "text")]
         return both, {own.objective: objective(*split(params), own, given) for own in kinds}
 
@@ -186,7 +187,7 @@ def test_medusa_heads_and_drafters_of_v4_are_not_tuned(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fresh = 'eagle3': no head is made for DeepSeek-V4 here"):
         begin(LLMOptions(model=str(tmp_path)), TuneOptions(fresh="eagle3"))
     with pytest.raises(ConfigError, match="Medusa heads are not tuned here"):
-        head_of(medusa.loaded().config)
+        learner_of(medusa.loaded().config)
     for cfg in (v4.model(), v4.staged()):
         with pytest.raises(ConfigError, match="MTP layers and DSpark stages are not tuned here"):
-            head_of(cfg)
+            learner_of(cfg)
