@@ -47,9 +47,20 @@ def configure(
     options = {flag: a for a in actions if _may(a) for flag in a.option_strings if flag.startswith("--")}
     _warn(environment, [variable(flag) for flag in (*options, *_OTHERS, FLAG)])
     path = _file(arguments) or environment.get(variable(FLAG))
-    told: dict[str, tuple[str, Any]] = {}
-    for flag, value in (_read(path, command, commands, options, refuse) if path else {}).items():
-        told[flag] = f"{flag.removeprefix('--')} in {path}", value
+    of_file = _read(path, command, commands, options, refuse) if path else {}
+    told = {flag: (f"{flag.removeprefix('--')} in {path}", value) for flag, value in of_file.items()}
+    told = _with_variables(told, options, environment)
+    words = {word.partition("=")[0] for word in arguments}
+    given = {action.dest for flag, action in options.items() if words.intersection(action.option_strings)}
+    for flag, (where, value) in told.items():
+        if options[flag].dest not in given:
+            options[flag].default = _value(options[flag], value, where, refuse)
+
+
+def _with_variables(
+    told: dict[str, tuple[str, Any]], options: Mapping[str, argparse.Action], environment: Mapping[str, str]
+) -> dict[str, tuple[str, Any]]:
+    """The values that a file tells by flag, and their origins, with the environment's over them."""
     for flag, action in options.items():
         value = environment.get(variable(flag))
         # Kubernetes sets MTP_JAX_PORT for a service of the name mtp-jax.
@@ -57,11 +68,7 @@ def configure(
             # A value that the file gives by another flag of the option is overridden.
             told = {f: v for f, v in told.items() if options[f].dest != action.dest}
             told[flag] = f"{variable(flag)} of the environment", value
-    words = {word.partition("=")[0] for word in arguments}
-    given = {action.dest for flag, action in options.items() if words.intersection(action.option_strings)}
-    for flag, (where, value) in told.items():
-        if options[flag].dest not in given:
-            options[flag].default = _value(options[flag], value, where, refuse)
+    return told
 
 
 def _may(action: argparse.Action) -> bool:

@@ -168,26 +168,42 @@ class Buckets:
         """
         if not requests:
             return []
-        slots, widths, mode = self._slots_of(requests), self._widths_of(requests), self.mode(requests)
-        # The chunk gives the first token, except under a grammar: a request that ends there needs no window.
-        windowed = any(r.max_tokens > 1 or r.constraints for r in requests)
-        sizes = [b for b in self._step_slots if windowed and (b == slots or (every_size and b < slots))]
-        fixed, deepest = all(r.fixed_depth for r in requests), max(r.depth for r in requests)
-        depths = [deepest] if fixed else sorted(self._depths(deepest), reverse=True)
-        free = mode.structured and not all(r.constraints for r in requests)
-        modes = [mode, replace(mode, structured=False)] if free else [mode]
-        windows = [StepKey(b, d, p, m) for p, d, m, b in product(widths, depths, modes, sizes)]
-        # One request has nothing to run beside its prompt, and no structured step takes a prompt then.
-        beside = [k for k in windows if k.slots == slots and k.depth in (depths[0], depths[-1])]
-        beside = beside if len(requests) > 1 else []
-        if all(k.mode.structured for k in beside):
-            beside += [StepKey(0, 0, p, SamplingMode(logprobs=mode.logprobs)) for p in widths]
-        scores, shapes = _width(r.params.prompt_logprobs for r in requests), self._shapes_for(requests)
-        prompts = [
-            replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k, (t, n) in product(beside, shapes)
-        ]
+        widths, fixed = self._widths_of(requests), all(r.fixed_depth for r in requests)
+        windows = self._windows(requests, widths, every_size)
+        prompts = self._with_prompts(requests, widths, windows)
         ranked = [] if fixed else [k for key in windows for k in self._ranked_keys(key)]
         return list(dict.fromkeys([*self._page_keys, *windows, *prompts, *ranked]))
+
+    def _windows(self, requests: list[Request], widths: Sequence[int], every_size: bool) -> list[StepKey]:
+        """Steps of windows alone, the largest of which have a slot for each request."""
+        # The chunk gives the first token, except under a grammar: a request that ends there needs no window.
+        if not any(r.max_tokens > 1 or r.constraints for r in requests):
+            return []
+        slots, mode, deepest = self._slots_of(requests), self.mode(requests), max(r.depth for r in requests)
+        sizes = [b for b in self._step_slots if b == slots or (every_size and b < slots)]
+        depths = [deepest] if all(r.fixed_depth for r in requests) else self._depths(deepest)
+        free = mode.structured and not all(r.constraints for r in requests)
+        modes = [mode, replace(mode, structured=False)] if free else [mode]
+        return [StepKey(b, d, p, m) for p, d, m, b in product(widths, sorted(depths)[::-1], modes, sizes)]
+
+    def _with_prompts(
+        self, requests: list[Request], widths: Sequence[int], windows: list[StepKey]
+    ) -> list[StepKey]:
+        """Steps that take prompts along, beside windows or alone.
+
+        One request has nothing to run beside its prompt, and no structured step takes a prompt then.
+        """
+        beside = list[StepKey]()
+        if windows and len(requests) > 1:
+            slots, depths = max(k.slots for k in windows), sorted({k.depth for k in windows})
+            beside += [k for k in windows if k.slots == slots and k.depth in (depths[0], depths[-1])]
+        if all(k.mode.structured for k in beside):
+            mode = SamplingMode(logprobs=_width(r.params.logprobs for r in requests))
+            beside += [StepKey(0, 0, p, mode) for p in widths]
+        scores, shapes = _width(r.params.prompt_logprobs for r in requests), self._shapes_for(requests)
+        return [
+            replace(k, tokens=t, prompts=n, prompt_logprobs=scores) for k, (t, n) in product(beside, shapes)
+        ]
 
     def _slots_of(self, requests: list[Request]) -> int:
         """Slots of the step that reaches them all, as they run now and as they may."""

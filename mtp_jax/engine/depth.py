@@ -366,12 +366,7 @@ class DepthController:
         tokens = {way: self._yield.tokens(k, asked) for way, k in by_way.items()}
         price = price or max(tokens[way] / seconds[way] for way in by_way)
         loss = {way: seconds[way] - tokens[way] / price for way in by_way}
-        best = min(loss, key=loss.__getitem__)
-        # A deeper step may need more pages, and so be of another bucket, which has an incumbent of its own.
-        before = min((w for w in by_way if costs[w].incumbent == w), key=loss.__getitem__, default=best)
-        if loss[before] - loss[best] < p.margin * seconds[before]:
-            best = before
-        costs[best].incumbent = best
+        best = self._incumbent(loss, seconds, costs)
         # More ways have no more to lose together than the depths would have.
         budget = p.budget * sum(made == verified for made, verified in by_way) / len(by_way)
         for way in by_way:
@@ -379,6 +374,21 @@ class DepthController:
             if way != best and costs[way].waited(way) * budget >= lost:
                 return by_way[self._begin(way)]
         return by_way[best]
+
+    def _incumbent(
+        self,
+        loss: dict[StepDepths, float],
+        seconds: dict[StepDepths, float],
+        costs: dict[StepDepths, Costs],
+    ) -> StepDepths:
+        """The way that loses least, or the way before it where that loses hardly more."""
+        best = min(loss, key=loss.__getitem__)
+        # A deeper step may need more pages, and so be of another bucket, which has an incumbent of its own.
+        before = min((w for w in loss if costs[w].incumbent == w), key=loss.__getitem__, default=best)
+        if loss[before] - loss[best] < self.policy.margin * seconds[before]:
+            best = before
+        costs[best].incumbent = best
+        return best
 
     def _begin(self, way: StepDepths) -> StepDepths:
         self._probe, self._left = way, self.policy.block - 1
