@@ -34,8 +34,8 @@ from kernels_pallas.mla_decode.thread_block import (
     ROPE,
     ROWS,
     SEEN,
-    Arguments,
     Barriers,
+    InputRefs,
     Scratch,
     ThreadBlock,
     piece,
@@ -99,7 +99,7 @@ def mla_decode(
         q: Ref, q_rope: Ref, pages: tuple[Ref, ...], table: Ref, rows: Ref, ahead: Ref,
         lse: Ref, out: tuple[Ref, ...], held: Scratch, barriers: Barriers,
     ) -> None:  # fmt: skip
-        given, share = Arguments(q, q_rope, pages, table, rows, ahead), share_of(rows, splits, count)
+        given, share = InputRefs(q, q_rope, pages, table, rows, ahead), share_of(rows, splits, count)
         b = ThreadBlock(wg, scale, share, given, held, barriers, out, lse)
         role = lax.axis_index("warpgroup")
 
