@@ -34,8 +34,8 @@ from kernels_pallas.mla_decode.thread_block import (
     ROPE,
     ROWS,
     SEEN,
-    Arguments,
     Barriers,
+    InputRefs,
     Scratch,
     ThreadBlock,
     piece,
@@ -99,7 +99,7 @@ def mla_decode(
         q: Ref, q_rope: Ref, pages: tuple[Ref, ...], table: Ref, rows: Ref, ahead: Ref,
         lse: Ref, out: tuple[Ref, ...], held: Scratch, barriers: Barriers,
     ) -> None:  # fmt: skip
-        given, share = Arguments(q, q_rope, pages, table, rows, ahead), share_of(rows, splits, count)
+        given, share = InputRefs(q, q_rope, pages, table, rows, ahead), share_of(rows, splits, count)
         b = ThreadBlock(wg, scale, share, given, held, barriers, out, lse)
         role = lax.axis_index("warpgroup")
 
@@ -178,12 +178,12 @@ def copy(b: ThreadBlock) -> None:
             rows = given.pages[0].at[page]
             for half in range(COMPUTE):
                 at = piece(buffer, half)
-                pl.when(i > 0)(partial(plgpu.barrier_wait, barriers.latent_freed.at[at]))
+                pl.when(i > 0)(lambda freed=barriers.latent_freed.at[at]: plgpu.barrier_wait(freed))
                 if b.fp8 and half == 0:  # words fill the second half, and are expanded into both
                     continue
                 columns = rows.at[:, pl.ds(0 if b.fp8 else half * HALF, HALF)]
                 plgpu.copy_gmem_to_smem(columns, held.latent.at[buffer, half], barriers.latent.at[at])
-            pl.when(i > 0)(partial(plgpu.barrier_wait, barriers.rope_freed.at[buffer]))
+            pl.when(i > 0)(lambda freed=barriers.rope_freed.at[buffer]: plgpu.barrier_wait(freed))
             rope = rows.at[:, pl.ds(HALF if b.fp8 else RANK, ROPE)]
             plgpu.copy_gmem_to_smem(rope, held.rope.at[buffer], barriers.rope.at[buffer])
 

@@ -20,7 +20,7 @@ COMPUTE = 2  # warpgroups; pages per step, and parts of the latents
 FIRST, LENGTH, END, SEEN = range(4)
 
 
-class Arguments(NamedTuple):
+class InputRefs(NamedTuple):
     """The inputs of `mla_decode`, in the GPU's memory."""
 
     q: Ref
@@ -57,7 +57,7 @@ class Barriers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class BlockShare:
     """The part of the work that a thread block does.
 
     Attributes:
@@ -96,8 +96,8 @@ class ThreadBlock:
 
     wg: Warpgroup
     scale: float
-    share: Share
-    given: Arguments
+    share: BlockShare
+    given: InputRefs
     held: Scratch
     barriers: Barriers
     out: tuple[Ref, ...]
@@ -109,7 +109,7 @@ class ThreadBlock:
         return len(self.given.pages) > 1
 
 
-def share_of(rows: Ref, splits: int, count: int) -> Share:
+def share_of(rows: Ref, splits: int, count: int) -> BlockShare:
     """The share of the thread block that asks. count: query rows of a thread block."""
     block, split, slot = lax.axis_index("block"), lax.axis_index("split"), lax.axis_index("slot")
     pages = lax.div(rows[END, slot, block] + (PAGE - 1), PAGE)
@@ -120,7 +120,7 @@ def share_of(rows: Ref, splits: int, count: int) -> Share:
     start = split * share
     steps = jnp.maximum(jnp.minimum(start + share, all_steps) - start, 0)
     mine, local = pl.ds(block * count, count), pl.ds(0, count)
-    return Share(slot, split, block, pages, whole_from, whole_to, start, steps, mine, local)
+    return BlockShare(slot, split, block, pages, whole_from, whole_to, start, steps, mine, local)
 
 
 def piece(buffer: int, half: int) -> int:

@@ -5,8 +5,6 @@ generate -> Session.step -> Engine.step -> compiled step -> tokens -> Completion
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Unpack, cast
 
@@ -18,7 +16,7 @@ from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate
 from mtp_jax.api.identity import Identity, NewWeights
 from mtp_jax.api.load import describe_simulated, load_model
-from mtp_jax.api.local import decoding_of, make_runner
+from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.outputs import Draft, RequestOutput
@@ -123,17 +121,6 @@ class LLM:
                 f"{what} is not done over several hosts (hosts = {self.group.hosts.hosts}); use one process "
                 "for it, or start the hosts anew with other weights"
             )
-
-    def without_speculation(self) -> "LLM":
-        """The same weights, until they are updated, with an engine of its own that never drafts."""
-        self._check_alone("a second engine without speculation")
-        other, config = copy(self), self.engine.config.without_drafts()
-        other._decoding = self._decoding and decoding_of(self.config, config, self._decoding.model.on)
-        if self.room:  # the first engine has all the memory, so take pages for one request
-            config = replace(config, num_pages=config.columns)
-        other.engine = self._make_engine(config)
-        other._session = Session(other.engine)
-        return other
 
     def generate(
         self,

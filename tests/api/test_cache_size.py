@@ -125,5 +125,3 @@ def test_an_engine_runs_in_its_share():
     )
     (output,) = llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert output.speculation.accepted > 0
-    second = llm.without_speculation().engine
-    assert second.pages == second.config.columns  # the first has taken the rest

@@ -310,9 +310,12 @@ def test_without_speculation_the_folder_need_not_have_the_layers_it_declares(tmp
         LLM(folder, **SIZES)
     options: dict[str, Any] = SIZES | {"num_speculative_tokens": 0}
     ids, params = [5, 9, 11], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    (output,), (whole,) = (LLM(m, **options).generate([ids], params) for m in (folder, rigged))
+    llms = LLM(folder, **options), LLM(rigged, **options)
+    (output,), (whole,) = (llm.generate([ids], params) for llm in llms)
     assert output.outputs[0].token_ids == whole.outputs[0].token_ids
     assert len(output.outputs[0].token_ids) == 8
+    with pytest.raises(RequestError, match="draft needs num_speculative_tokens of 1 or more"):
+        llms[0].draft(ids, 1)
 
 
 @pytest.mark.parametrize("named", [{}, {"eos_token_id": None}, {"eos_token_id": 7}])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mtp_jax import LLM, ConfigError, RequestError
-from mtp_jax.api.local import local_runner
 from mtp_jax.model.family import config_of_file
 from tests import golden
 from tests.api.helpers import GREEDY, PROMPT, RIGGED, SCORED, SIZES, tokens
@@ -34,11 +33,9 @@ def test_greedy_tokens_and_acceptance_are_the_golden_ones(llm):
 
 
 def test_without_speculation_gives_the_same_tokens(llm):
-    plain = llm.without_speculation()
-    assert tokens(plain.generate(PROMPT, GREEDY)[0]) == golden.expected("rigged")["greedy_ids"].tolist()
-    assert local_runner(plain.engine).params.nextn == ()
-    assert local_runner(plain.engine).params.layers is local_runner(llm.engine).params.layers
-    assert llm.engine.config.num_speculative_tokens == 3
+    (output,) = llm.generate(PROMPT, replace(GREEDY, num_speculative_tokens=0))
+    assert tokens(output) == golden.expected("rigged")["greedy_ids"].tolist()
+    assert output.speculation.drafted == 0
 
 
 def log_softmax(logits):
@@ -113,7 +110,6 @@ def test_draft_gives_the_golden_drafts(llm):
         (lambda m: m.score([]), "empty"),
         (lambda m: m.score([3, 160]), "from 0 to 159"),
         (lambda m: m.score([3] * 5000), "up to 2560 tokens"),
-        (lambda m: m.without_speculation().draft([3], 1), "num_speculative_tokens of 1 or more"),
     ],
 )
 def test_scores_that_cannot_be_had(llm, call, message):

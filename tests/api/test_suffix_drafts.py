@@ -48,10 +48,9 @@ def repeats(text: list[int], prompt: list[int]) -> bool:
 
 def test_a_copying_task(llm: LLM, held_out: list[list[int]]) -> None:
     """The model's greedy text soon repeats itself; with it in the prompt, what follows repeats the prompt."""
-    plain = llm.without_speculation()
-    begun, _ = run(plain, held_out[:12], temperature=0)
+    begun, _ = run(llm, held_out[:12], temperature=0, num_speculative_tokens=0)
     prompts = [[*p, *text] for p, text in zip(held_out, begun, strict=False)]
-    told, _ = run(plain, prompts, temperature=0)
+    told, _ = run(llm, prompts, temperature=0, num_speculative_tokens=0)
     copies = [(p, text) for p, text in zip(prompts, told, strict=True) if repeats(text, p)]
     assert len(copies) > len(told) / 2
     for prompt, text in copies:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -35,8 +36,9 @@ def test_forced_calls_of_random_tools_are_valid_and_those_without_drafts():
         SamplingParams(temperature=0, max_tokens=900, structured=use.structured(llm.tokenizer, None))
         for use in forced
     ]
+    undrafted = [replace(p, num_speculative_tokens=0) for p in params]
     prompts = ["# The call:\n"] * TOOLS
-    deep, plain = (each.generate(prompts, params) for each in (llm, llm.without_speculation()))
+    deep, plain = (llm.generate(prompts, each) for each in (params, undrafted))
     for use, a, b in zip(forced, deep, plain, strict=True):
         assert a.outputs[0].token_ids == b.outputs[0].token_ids
         assert a.outputs[0].finish_reason == "stop"

@@ -2,8 +2,9 @@
 
 from mtp_jax.model.attention.gqa import Gqa
 from mtp_jax.model.attention.latent import Latent
-from mtp_jax.model.attention_config import GqaConfig, MlaConfig
 from mtp_jax.model.backend import Backend
+from mtp_jax.model.gqa_config import GqaConfig
+from mtp_jax.model.mla_config import MlaConfig
 
 
 def latent(on: Backend) -> Latent:

@@ -111,7 +111,7 @@ def test_a_model_is_not_marked(real: Running):
 def test_what_needs_weights_is_refused(folder: Path):
     llm = LLM(folder, simulate=RATES, simulated_step=0.0, **SIZES)
     assert (llm.simulated, llm.weight_bytes, llm.weight_version) == (True, 0, "SIMULATED")
-    for refused in (lambda: llm.score([5]), lambda: llm.read_weights(folder), llm.without_speculation):
+    for refused in (lambda: llm.score([5]), lambda: llm.read_weights(folder)):
         with pytest.raises(ConfigError, match="needs weights, but the model is simulated"):
             refused()
     with pytest.raises(ConfigError, match="expected a list of 'cache'"):

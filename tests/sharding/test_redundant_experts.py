@@ -188,7 +188,6 @@ def test_what_needs_the_weights_as_they_were_loaded_is_refused(from_files):
     for what, refused in (
         ("an update of the weights", lambda: llm.update_weights({})),
         ("a release of weights", llm.release_memory),
-        ("a second engine", llm.without_speculation),
     ):
         with pytest.raises(ConfigError, match=f"{what}.*redundant_experts = 8 moves experts; set it to 0"):
             refused()
