@@ -19,7 +19,7 @@ from mtp_jax.heads import kinds
 from mtp_jax.heads.outside import taken
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head import Captures, DraftHead, Stored, plain
+from mtp_jax.model.head import Captures, DraftHead, StoredTensor, plain
 from mtp_jax.model.layer_specs import Weight
 from mtp_jax.model.spec import parameters
 from tests import tiny_tokenizer
@@ -54,12 +54,16 @@ class BigramConfig(DraftHead):
         return "bigram"
 
     @classmethod
-    def reads(cls, raw: JsonObject, tensors: Mapping[str, Stored]) -> bool:
+    def reads(cls, raw: JsonObject, tensors: Mapping[str, StoredTensor]) -> bool:
         return raw.get("architectures") == ["Bigrams"]
 
     @classmethod
     def read(
-        cls, raw: JsonObject, trunk: ModelConfig, tensors: Mapping[str, Stored], captures: Captures | None
+        cls,
+        raw: JsonObject,
+        trunk: ModelConfig,
+        tensors: Mapping[str, StoredTensor],
+        captures: Captures | None,
     ) -> Self:
         if raw.get("vocab_size") != trunk.vocab_size:
             raise ConfigError(f"vocab_size = {raw.get('vocab_size')!r:.80}; expected {trunk.vocab_size}")
