@@ -110,13 +110,13 @@ def test_a_drafter_of_ones_own_drafts_what_followed_before(small, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens = 0 verifies no drafts"),
-        ({"draft_model": "head"}, "has no folder, but draft_model = head is given"),
-        ({"simulate": RATES}, "drafter means nothing to a simulated model"),
+        ({"num_speculative_tokens": 0}, "a step without drafts verifies none"),
+        ({"draft_model": "head"}, "draft_model = head beside drafter = Follower, which has no folder"),
+        ({"simulate": RATES}, "a simulated model has no weights and no devices"),
         ({"tree": "2x2x3", "num_speculative_tokens": None}, "this model drafts with the drafter Follower"),
         (
             {"adaptive_verification": True, "adaptive_depth": True, "max_num_seqs": 2},
-            "adaptive_verification ranks drafts by margins",
+            "drafts are ranked by margins",
         ),
     ],
 )

@@ -13,7 +13,8 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_of
 from mtp_jax.model.head import DRAFT_HEAD, Captures, StoredTensor
 
-# Marks of the names of architectures and types, in lower case: of heads that are read, and of others.
+# Marks of the names of architectures and types, in lower case: of heads that are read, and of heads that are
+# refused.
 _EAGLE3, _BLOCKS = "eagle3", ("dflash", "dspark")
 _OTHERS = {
     "domino": "Domino projectors are not supported",

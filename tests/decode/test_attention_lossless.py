@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mtp_jax.heads.blocks.drafts import Block
+from mtp_jax.heads.blocks.drafts import BlockDrafter
 from mtp_jax.heads.build import build
 from mtp_jax.heads.stages.drafts import Stages
 from mtp_jax.model.config import IndexerConfig
@@ -71,7 +71,7 @@ def test_lossless_with_windows_and_entries(cfg, verifier):
 
 @pytest.mark.slow
 def test_a_law_of_stages_that_is_not_renormalised_shows():
-    case = Case(leaking(Block)(Stages(STAGED)), (0, 1, 2), 1000, 128, STAGED)
+    case = Case(leaking(BlockDrafter)(Stages(STAGED)), (0, 1, 2), 1000, 128, STAGED)
     got = emitted("sampled", "rejection", False, case)
     assert chi_square(got.tokens[: case.rows], exact_law("plain", False, case.prompt, STAGED)) < 1e-9
 

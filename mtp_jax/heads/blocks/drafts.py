@@ -196,7 +196,7 @@ def _of(params: Params) -> BlockHead:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockDrafter:
     """Drafts from one pass over a block; each is drawn after the one before it.
 
     The cache has the keys and values of committed tokens alone, so nothing is pending, no hidden state stands
@@ -251,6 +251,6 @@ class Block:
         return own
 
 
-def drafter(trunk: ModelConfig) -> Block:
+def drafter(trunk: ModelConfig) -> BlockDrafter:
     """Drafts with the head."""
-    return Block(Blocks(trunk))
+    return BlockDrafter(Blocks(trunk))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from mtp_jax.heads.blocks.declared import BlockLayer
-from mtp_jax.heads.blocks.drafts import Block, Blocks
+from mtp_jax.heads.blocks.drafts import BlockDrafter, Blocks
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView
@@ -34,6 +34,6 @@ class Stages(Blocks):
         return trunk.block(p.layer, Model(self.head.layers, on), x, Sight(angles, (view,)), cache)[0]
 
 
-def drafter(trunk: ModelConfig) -> Block:
+def drafter(trunk: ModelConfig) -> BlockDrafter:
     """Drafts with the stages."""
-    return Block(Stages(trunk))
+    return BlockDrafter(Stages(trunk))

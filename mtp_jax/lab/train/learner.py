@@ -1,4 +1,4 @@
-"""A head as it learns to draft: by recursion, or a block in one pass."""
+"""Heads that learn to draft, by recursion or a block in one pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.errors import ConfigError
-from mtp_jax.heads.blocks.drafts import Block, Blocks
+from mtp_jax.heads.blocks.drafts import BlockDrafter, Blocks
 from mtp_jax.heads.build import build
 from mtp_jax.lab.train.states import StateWindows
 from mtp_jax.model import draft_module
@@ -162,7 +162,7 @@ def learner_of(cfg: ModelConfig) -> Learner:
     match drafter:
         case Recursive(module):
             return Recursion(module)
-        case Block(module):
+        case BlockDrafter(module):
             return OnePass(module)
     raise ConfigError(
         "the model has no NextN layer to tune; name a head with draft_model, or begin one with fresh"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mtp_jax.heads.blocks.declared import BlockConfig
-from mtp_jax.heads.blocks.drafts import Block, Blocks
+from mtp_jax.heads.blocks.drafts import BlockDrafter, Blocks
 from mtp_jax.heads.build import build
 from mtp_jax.model.config import GqaConfig, ModelConfig
 from tests.decode.helpers import leaking
@@ -46,7 +46,7 @@ def target(head: str) -> ModelConfig:
     ],
 )
 def test_lossless(head: str, verifier: str, grammar: bool):
-    assert build(target(head)) == Block(Blocks(target(head)))
+    assert build(target(head)) == BlockDrafter(Blocks(target(head)))
     assert min(p_values(build(target(head)), target(head), verifier, grammar)) > 1e-4
 
 
@@ -59,7 +59,7 @@ def test_lossless(head: str, verifier: str, grammar: bool):
 )
 def test_a_law_that_is_not_renormalised_shows(head: str):
     honest = Blocks(target(head))
-    assert min(p_values(leaking(Block)(honest), target(head), reader=Block(honest))) < 1e-9
+    assert min(p_values(leaking(BlockDrafter)(honest), target(head), reader=BlockDrafter(honest))) < 1e-9
 
 
 @pytest.mark.slow
