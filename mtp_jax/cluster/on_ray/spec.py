@@ -15,7 +15,7 @@ class EngineSpec:
         model: the model's folder, the same on every host.
         options: options of ``LLM``, with ``mesh`` as its shape, (data, model).
         settings: settings of the server.
-        max_queued_requests, max_queued_tokens: limits of ``AsyncLLM``.
+        max_queued_requests, max_queued_tokens: number of requests and tokens that may wait.
         hosts: number of processes of one engine.
     """
 

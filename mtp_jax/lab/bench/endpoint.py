@@ -219,7 +219,7 @@ class DraftCounts:
 
     Attributes:
         rows: number of (row, step) pairs that verified drafts.
-        drafts, accepted: numbers of tokens.
+        drafts, accepted: number of tokens.
         positions: accepted drafts by position.
         forced: the acceptance length that the server forces, as mtp-jax says it; 0: the model decides.
     """

@@ -38,7 +38,7 @@ class SweepLoad:
         concurrency: requests at a time; each level is measured.
         depth: number of drafts per step of "fixed", and most drafts of "adaptive".
         requests: number per run; None: four times the concurrency, at least 16.
-        prompt_tokens, max_tokens: lengths of every request.
+        prompt_tokens, max_tokens: number of tokens of every request.
         temperature: 0 is greedy.
         rounds: number of runs of every mode at every level, after one that is not measured.
     """
