@@ -290,13 +290,14 @@ class EngineConfig(EngineOptions):
 
     def without_drafts(self) -> "EngineConfig":
         """The same options for an engine that never drafts."""
-        off = {
-            "suffix_drafts": False,
-            "adaptive_verification": False,
-            "synthetic_acceptance": None,
-            "tree": None,
-        }
-        return replace(self, num_speculative_tokens=0, **off)
+        return replace(
+            self,
+            num_speculative_tokens=0,
+            suffix_drafts=False,
+            adaptive_verification=False,
+            synthetic_acceptance=None,
+            tree=None,
+        )
 
     @property
     def margins(self) -> bool:

@@ -6,7 +6,7 @@ well the model predicts text that it did not write.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.local import local_runner
@@ -28,20 +28,31 @@ def repeated(tokens: Sequence[int], gram: int = _GRAM) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def run(
-    model: str,
-    temperatures: Sequence[float],
-    depth: int,
-    prompts: int,
-    prompt_tokens: int,
-    max_tokens: int,
-    samples: int,
-    pieces: int,
-) -> Report:
-    """Complete every prompt at every temperature, eight at a time, up to end-of-text; show the first text.
+@dataclass(frozen=True)
+class AcceptanceLoad:
+    """The completions that acceptance is measured over: every prompt at every temperature.
 
-    pieces: number of held-out texts to score.
+    Attributes:
+        depth: number of drafts per step.
+        prompts: number of prompts.
+        prompt_tokens: number of tokens of each prompt.
+        max_tokens: largest number of tokens of a completion.
+        samples: number of completions to show at each temperature.
+        pieces: number of held-out texts to score.
     """
+
+    temperatures: Sequence[float]
+    depth: int
+    prompts: int
+    prompt_tokens: int
+    max_tokens: int
+    samples: int
+    pieces: int
+
+
+def run(model: str, load: AcceptanceLoad) -> Report:
+    """Complete the prompts eight at a time, up to end-of-text; show the first texts. Raises ConfigError."""
+    depth = load.depth
     if depth < 1:
         raise ConfigError(f"depth = {depth}; expected at least 1: without drafts there is nothing to accept")
     directory = directory_of(model)
@@ -49,20 +60,21 @@ def run(
         directory,
         num_speculative_tokens=depth,
         max_num_seqs=8,
-        max_model_len=prompt_tokens + max_tokens,
+        max_model_len=load.prompt_tokens + load.max_tokens,
         compile_cache=None,
     )
     subject = Subject(model, directory, llm.config, local_runner(llm.engine).params, llm.engine.config.dtype)
-    given = prompts_for(subject, prompts, prompt_tokens)
-    text = bits.held_out(llm, pieces)
+    given = prompts_for(subject, load.prompts, load.prompt_tokens)
+    text = bits.held_out(llm, load.pieces)
     levels, rows, quotes = [], [], []
-    for temperature in temperatures:
+    for temperature in load.temperatures:
         params = [
-            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i) for i in range(prompts)
+            SamplingParams(temperature=temperature, max_tokens=load.max_tokens, seed=i)
+            for i in range(load.prompts)
         ]
         outputs = llm.generate(given.ids, params)
         found = {"temperature": temperature, **figures_of(outputs, depth)}
-        texts = [_sample(llm, o) for o in outputs[:samples]]
+        texts = [_sample(llm, o) for o in outputs[: load.samples]]
         levels.append(found | {"samples": texts})
         rows.append(
             (
@@ -87,8 +99,9 @@ def run(
         "bits per byte",
     )
     note = (
-        f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), up to {max_tokens} tokens each, "
-        f"depth {depth}, batch 8. draft i: share of steps in which drafts 1 to i were all accepted."
+        f"{load.prompts} prompts of {load.prompt_tokens} tokens ({given.source}), up to {load.max_tokens} "
+        f"tokens each, depth {depth}, batch 8. draft i: share of steps in which drafts 1 to i were all "
+        "accepted."
     )
     figures = {"temperatures": levels, "held_out_text": _held_out(text)}
     return Report(f"Acceptance: {model}", headers, rows, [note, _about(text), *quotes], figures)

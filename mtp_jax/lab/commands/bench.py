@@ -247,9 +247,10 @@ def _sweep(a: Arguments) -> Reports:
 def _acceptance(a: Arguments) -> Reports:
     from mtp_jax.lab.bench import acceptance
 
-    yield acceptance.run(
-        a.model, a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples, a.pieces
+    load = acceptance.AcceptanceLoad(
+        a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples, a.pieces
     )
+    yield acceptance.run(a.model, load)
 
 
 def _window(a: Arguments) -> Reports:
