@@ -73,6 +73,7 @@ from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
 from mtp_jax.model.products.stream import Parts, ProductResult, summed
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
+from mtp_jax.model.sight import Sight
 from mtp_jax.model.stack import alike, parts, stacked
 
 Carry = TypeVar("Carry")
@@ -112,9 +113,8 @@ class Backend:
         p: Layer,
         cfg: ModelConfig,
         x: Residual,
-        angles: Float[Array, "B W ... 2 r"],
+        sight: Sight,
         cache: Cache | None,
-        views: Views,
         rows: Rows | None = None,
     ) -> tuple[Residual, Any, Entries | None, Cache | None]:
         """Norm, queries, entries to cache, by the layer's kind of attention.
@@ -126,7 +126,7 @@ class Backend:
         if rows is None:
             readers = kind.readers(a)
             x, rows = self.entered(x, p.attention_norm, p.attention_hyper, cfg, readers)
-        return x, *kind.project(a, cfg, rows, angles, cache, views)
+        return x, *kind.project(a, cfg, rows, sight.angles, cache, sight.views)
 
     def attend(
         self,
@@ -135,19 +135,17 @@ class Backend:
         q: Any,
         entries: Entries | None,
         cache: Cache | None,
-        views: Views,
-        choice: Choice = (),
+        sight: Sight,
     ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
         """Write the entries, attend over visible rows. Without a cache every token sees the tokens before it.
 
-        choice: rows for sparse attention, if another layer has chosen them; else this layer's indexer
-        chooses. Returns (context, cache, choice).
+        A layer's indexer chooses rows where no other layer has. Returns (context, cache, choice).
 
         A token's view of its own window comes from the cache as well, so that an FP8 cache gives the same
         result for any set of tokens computed together. With a mesh each device handles its own slots
         (``data``) and heads (``model``); the cache is replicated over ``model``, because all heads share it.
         """
-        kind = self.kind(cfg)
+        kind, views, choice = self.kind(cfg), sight.views, sight.choice
         asked, w = Asked(replace(q, index=None), None if choice else q.index, entries), kind.by_head(a, cfg)
         if not isinstance(cache, LayerCache | WindowCache):
             given = replace(asked, chosen=choice[0] if choice else None)

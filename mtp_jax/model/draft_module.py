@@ -23,7 +23,8 @@ from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Table
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.products.plain import Residual, Rows
-from mtp_jax.model.trunk import Model, OneCache, Sight, Traced, block, embed
+from mtp_jax.model.sight import Sight
+from mtp_jax.model.trunk import Model, OneCache, Traced, block, embed
 from mtp_jax.model.visible import Visible, Window, chain
 
 

@@ -28,6 +28,7 @@ from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.parts import join
 from mtp_jax.model.products.plain import Residual, Rows
 from mtp_jax.model.sharding import constrain
+from mtp_jax.model.sight import Sight
 from mtp_jax.model.stack import Stack, one_of
 
 REFERENCE = xla()
@@ -75,23 +76,6 @@ class Traced:
     taps: Taps = field(default_factory=dict)
 
 
-@struct.dataclass
-class Sight:
-    """The places of a pass's tokens.
-
-    Attributes:
-        angles: of rope, at the tokens' positions.
-        views: where entries are written, and the cached rows that tokens see; none without pages.
-        choice: rows for sparse attention, if another layer has chosen them.
-        tokens: ids, where a layer chooses experts by them.
-    """
-
-    angles: Float[Array, "B W ... 2 r"]
-    views: Views = ()
-    choice: Choice = ()
-    tokens: Int[Array, "B W"] | None = None
-
-
 def block(
     p: Layer, model: Model, x: Residual, sight: Sight, cache: OneCache, rows: Rows | None = None
 ) -> tuple[Residual, OneCache, Routing | None, Choice]:
@@ -109,12 +93,12 @@ def attended(
     p: Layer, model: Model, x: Residual, sight: Sight, cache: Cache | None, rows: Rows | None = None
 ) -> tuple[Residual, Cache | None, Choice]:
     """The first half of a block. Returns (x, cache, choice of sparse attention)."""
-    cfg, on, angles, views = model.cfg, model.on, sight.angles, sight.views
+    cfg, on = model.cfg, model.on
     with jax.named_scope("attention_project"):
-        x, q, entries, cache = on.before_attention(p, cfg, x, angles, cache, views, rows)
-    context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, views, sight.choice)
+        x, q, entries, cache = on.before_attention(p, cfg, x, sight, cache, rows)
+    context, cache, choice = on.attend(p.attention, cfg, q, entries, cache, sight)
     with jax.named_scope("attention_out"):
-        x = on.after_attention(p, cfg, x, context, views)
+        x = on.after_attention(p, cfg, x, context, sight.views)
     return x, cache, choice
 
 

@@ -207,9 +207,9 @@ class Visits(CpuExperts):
 
     noted: list[np.ndarray] = field(default_factory=list, compare=False)
 
-    def routed(self, gate_up, down, x, r, shards=1, first=0, limit=None):
+    def routed(self, own, x, r, limit=None):
         jax.debug.callback(self.noted.append, r.ids, ordered=True)
-        return super().routed(gate_up, down, x, r, shards, first, limit)
+        return super().routed(own, x, r, limit)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ from mtp_jax.model.mla import Form
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.sharding import partition
-from mtp_jax.model.trunk import Model, Sight, block
+from mtp_jax.model.sight import Sight
+from mtp_jax.model.trunk import Model, block
 from mtp_jax.model.visible import chain
 
 PAGE = 64

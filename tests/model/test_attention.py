@@ -20,6 +20,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form, Queries, Ups
 from mtp_jax.model.params import Attention, Layer
+from mtp_jax.model.sight import Sight
 from mtp_jax.model.visible import chain
 from tests.golden import expected, model_dir
 from tests.model.kinds import latent
@@ -67,8 +68,9 @@ def attention(
     p: Layer, cfg: ModelConfig, x: Any, angles: Any, cache: Any, views: Views, on: Backend
 ) -> tuple[Any, Any]:
     """What the attention of a block adds to x."""
-    x, q, rows, cache = on.before_attention(p, cfg, x, angles, cache, views)
-    context, cache, _ = on.attend(p.attention, cfg, q, rows, cache, views)
+    sight = Sight(angles, views)
+    x, q, rows, cache = on.before_attention(p, cfg, x, sight, cache)
+    context, cache, _ = on.attend(p.attention, cfg, q, rows, cache, sight)
     return on.after_attention(p, cfg, jnp.zeros_like(x), context, views), cache
 
 

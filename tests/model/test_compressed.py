@@ -18,6 +18,7 @@ from mtp_jax.model.backend import xla, xla_cpu
 from mtp_jax.model.cache import Cache, PagedView, WindowCache, empty_cache
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
+from mtp_jax.model.sight import Sight
 from mtp_jax.model.trunk import Caches, Model
 from mtp_jax.model.visible import chain
 from tests import v4
@@ -191,7 +192,7 @@ def rows_read(columns: int) -> dict[int, int]:
         where = PagedView(table, jnp.zeros((1, 1), jnp.int32), chain(one, one), slot=one)
         pages = empty_cache(columns + 1, SIZE, cfg, layer, jnp.float32)
         x, angles = jnp.zeros((1, 1, 4, 32)), jnp.zeros((1, 1, 2, 2, 4))
-        return x, trunk.Sight(angles, (where,)), xla().kind(cfg).cache(pages, cfg, layer, 1, 1)
+        return x, Sight(angles, (where,)), xla().kind(cfg).cache(pages, cfg, layer, 1, 1)
 
     for layer, ratio in enumerate(CONFIG["compress_ratios"][:3]):
         jaxpr = jax.make_jaxpr(lambda p, x, sight, own: trunk.attended(p, Model(cfg, ON), x, sight, own))(

@@ -35,6 +35,7 @@ from mtp_jax.model.params import Attention, Params, Spec, param_specs
 from mtp_jax.model.products.hopper import HopperProducts, check_experts
 from mtp_jax.model.products.stream import summed
 from mtp_jax.model.sharding import make_mesh
+from mtp_jax.model.sight import Sight
 from mtp_jax.model.spec import may_be_narrow, scale_spec
 from mtp_jax.model.visible import chain
 from tests.golden import model_dir
@@ -390,12 +391,12 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
     mesh = make_mesh(data, 2) if data > 1 else None
 
     def run(*kernels: str) -> Any:
-        p, angles = aligned().layers[0], rope_angles(cfg, positions)
+        p, sight = aligned().layers[0], Sight(rope_angles(cfg, positions), (view,))
         on = mosaic_gpu(mesh, kernels=PRODUCTS.union(kernels), strict=True)
 
         def attended(p: Any) -> Any:
-            stream, q, rows, cache = on.before_attention(p, cfg, x, angles, given, (view,))
-            context, cache, _ = on.attend(p.attention, cfg, q, rows, cache, (view,))
+            stream, q, rows, cache = on.before_attention(p, cfg, x, sight, given)
+            context, cache, _ = on.attend(p.attention, cfg, q, rows, cache, sight)
             (out,) = on.after_attention(p, cfg, stream, context, (view,)).added
             return summed(out).astype(jnp.float32), cache
 

@@ -18,6 +18,7 @@ from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache, rea
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.narrow import Bf16
 from mtp_jax.model.sharding import check_divisible
+from mtp_jax.model.sight import Sight
 from mtp_jax.model.visible import chain
 from tests import models
 from tests.model.kinds import gqa
@@ -79,8 +80,9 @@ def test_a_broken_row_stays_with_those_that_see_it(fp8: bool, on: Any):
         positions = jnp.broadcast_to(jnp.arange(T), (B, T))
         where = views(jnp.asarray([[4, 1], [0, 3]]), positions)
         cache = empty_cache(6, size, CFG, 0, jnp.float32, fp8=fp8)
-        _, q, rows, cache = on.before_attention(layer, CFG, x, rope_angles(CFG, positions), cache, where)
-        out, cache, _ = on.attend(layer.attention, CFG, q, rows, cache, where)
+        sight = Sight(rope_angles(CFG, positions), where)
+        _, q, rows, cache = on.before_attention(layer, CFG, x, sight, cache)
+        out, cache, _ = on.attend(layer.attention, CFG, q, rows, cache, sight)
         assert isinstance(cache, LayerCache)
         seen = jnp.ones((B, 2 * size), bool)
         return out, read_rows(cache, where[0].page_table, seen, jnp.float32, row.e4m3, row.block)
@@ -114,7 +116,7 @@ def test_kernels_that_must_attend_refuse_it():
     @functools.partial(jax.jit, static_argnums=0)
     def queries(on: Backend, x: jax.Array) -> jax.Array:
         angles = rope_angles(CFG, jnp.broadcast_to(jnp.arange(T), (B, T)))
-        return on.before_attention(layer, CFG, x, angles, None, ())[1].whole
+        return on.before_attention(layer, CFG, x, Sight(angles), None)[1].whole
 
     with pytest.raises(ConfigError, match="grouped-query attention has no kernel; take kernels=auto"):
         queries(mosaic_gpu(strict=True), x)

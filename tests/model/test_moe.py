@@ -18,7 +18,7 @@ from mtp_jax.model.backend import Backend, xla, xla_cpu
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.experts import cpu as cpu_experts
 from mtp_jax.model.experts import cpu_router
-from mtp_jax.model.experts.plain import rule_of
+from mtp_jax.model.experts.plain import OwnExperts, rule_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Mlp, Moe
 from tests.compiling import AS_FOR_USERS
@@ -30,10 +30,16 @@ GATE_UP, DOWN = (
     np.random.default_rng(i).normal(size=shape).astype(np.float32) / 4
     for i, shape in enumerate([(E, 2, WIDTH, D), (E, D, WIDTH)])
 )
+
+
+def routed(on: Backend, gate_up: jax.Array, down: jax.Array, x: jax.Array, r: Routing) -> jax.Array:
+    return on.experts.routed(OwnExperts(gate_up, down), x, r)
+
+
 WAYS = {
     "by_pair": cpu_experts.by_pair,
-    "by_visit": xla().experts.routed,
-    "sparse": xla_cpu().experts.routed,
+    "by_visit": functools.partial(routed, xla()),
+    "sparse": functools.partial(routed, xla_cpu()),
     "dense": functools.partial(moe.dense, product=xla().products.product),
 }
 ROWS = (1, 5, 200)  # 200 rows of one expert take several tiles
@@ -167,10 +173,10 @@ def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
     """On a CPU: up to 16 pairs per expert if its weights take at most a MiB, up to 4 of a larger one."""
     monkeypatch.setattr(cpu_experts, "by_pair", lambda *given: jnp.ones_like(given[2]))
     monkeypatch.setattr(moe, "by_visit", lambda *given: jnp.zeros_like(given[2]))
-    weights = jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width))
+    own = OwnExperts(jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width)))
     for rows, one in ((E * pairs, 1), (E * pairs + 1, 0)):
         r = Routing(jnp.zeros((rows, 1), jnp.int32), jnp.ones((rows, 1)))
-        assert xla_cpu().experts.routed(*weights, jnp.zeros((rows, D)), r)[0, 0] == one
+        assert xla_cpu().experts.routed(own, jnp.zeros((rows, D)), r)[0, 0] == one
 
 
 @pytest.mark.rest

@@ -26,6 +26,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.narrow import expand, rows_of
 from mtp_jax.model.params import Mlp, Params, type_of
+from mtp_jax.model.sight import Sight
 from mtp_jax.model.trunk import embed
 from mtp_jax.model.visible import Window
 
@@ -119,7 +120,7 @@ class Blocks:
         rows = rms_norm(x, layer.attention_norm, eps)
         inner, outer = _kernels(p.attention_conv, rows, on)
         q, own, _ = on.kind(cfg).project(a, cfg, _convolved(rows, inner), angles, None, ())
-        context, _, _ = on.attend(a, cfg, q, own, cache, (view,))
+        context, _, _ = on.attend(a, cfg, q, own, cache, Sight(angles, (view,)))
         out = on.tap(on.after_attention(layer, cfg, jnp.zeros_like(x), context, (view,)))
         x = x + _convolved(out, outer)
         rows = rms_norm(x, layer.mlp_norm, eps)

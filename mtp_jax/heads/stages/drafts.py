@@ -14,7 +14,8 @@ from mtp_jax.model import trunk
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.trunk import Model, Sight
+from mtp_jax.model.sight import Sight
+from mtp_jax.model.trunk import Model
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class HopperLatent(Latent):
         one = len(views) == 1 and views[0].packing is None and on.takes(reader, e4m3.dtype_of(x))
         left = None if q is None else (parts(q, on.mesh), parts(kv, on.mesh))
         if one and left and isinstance(cache, LayerCache) and self._norms_low_rank(*left, a, cache):
-            low, entries, cache = self._low_rank(a, cfg, *left, angles, cache, views[0])
+            low, entries, cache = self._low_rank(a, cfg, left, angles, cache, views[0])
         else:
             low = x if q is None else on.norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
             entries = Entries(rows_of(summed(kv), a, cfg, angles))
@@ -159,17 +159,17 @@ class HopperLatent(Latent):
         self,
         a: Attention,
         cfg: ModelConfig,
-        q: Parts,
-        kv: Parts,
+        left: tuple[Parts, Parts],
         angles: Float[Array, "B W 2 r"],
         cache: LayerCache,
         view: PagedView,
     ) -> tuple[HopperRows, Entries | None, LayerCache]:
         """Queries' low rank normed and quantised, and the window's rows written.
 
-        q, kv: results of their projections. Rows for an FP8 cache are returned, not written.
+        left: results of the projections of queries and of latents. Rows for an FP8 cache are returned, not
+        written.
         """
-        fp8 = cache.fp8
+        (q, kv), fp8 = left, cache.fp8
 
         def local(q, kv, q_norm, kv_norm, angles, pages, view):
             kernel = partial(mla_low_rank.mla_low_rank, eps=LOW_RANK_EPS, interleaved=cfg.rope_interleave)

@@ -12,7 +12,7 @@ from kernels_pallas.grouped_matmul.layout import OwnGroups
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router.rule import Rule
 from mtp_jax.model.experts import cpu_router
-from mtp_jax.model.experts.plain import Experts
+from mtp_jax.model.experts.plain import Experts, OwnExperts
 from mtp_jax.model.layers import gated
 from mtp_jax.model.moe import ExpertWeight, Routing
 from mtp_jax.model.narrow import flat, nbytes
@@ -42,18 +42,16 @@ class CpuExperts(Experts):
 
     def routed(
         self,
-        gate_up: ExpertWeight,
-        down: ExpertWeight,
+        own: OwnExperts,
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
-        shards: int = 1,
-        first: Int[Array, ""] | int = 0,
         limit: float | None = None,
     ) -> Float[Array, "T D"]:
         """The routed experts, by ``by_pair`` for few rows."""
-        if shards == 1 and takes(gate_up, down, r.ids.size) and not isinstance(x, Quantised):
-            return by_pair(gate_up, down, x, Routing(r.ids - first, r.weights), limit)
-        return super().routed(gate_up, down, x, r, shards, first, limit)
+        few = own.shards == 1 and takes(own.gate_up, own.down, r.ids.size)
+        if few and not isinstance(x, Quantised):
+            return by_pair(own.gate_up, own.down, x, Routing(r.ids - own.first, r.weights), limit)
+        return super().routed(own, x, r, limit)
 
 
 def by_pair(

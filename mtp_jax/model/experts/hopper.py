@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.grouped_matmul.layout import OwnGroups
@@ -11,8 +11,8 @@ from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import api as router
 from kernels_pallas.router.rule import Rule
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.experts.plain import Experts
-from mtp_jax.model.moe import ExpertWeight, Routing
+from mtp_jax.model.experts.plain import Experts, OwnExperts
+from mtp_jax.model.moe import Routing
 from mtp_jax.model.params import Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import Operand
@@ -51,12 +51,9 @@ class HopperExperts(Experts):
 
     def routed(
         self,
-        gate_up: ExpertWeight,
-        down: ExpertWeight,
+        own: OwnExperts,
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
-        shards: int = 1,
-        first: Int[Array, ""] | int = 0,
         limit: float | None = None,
     ) -> Float[Array, "T D"]:
         """Routed experts by kernels, which know no limit. The rows may be padded past the routing's.
@@ -65,12 +62,11 @@ class HopperExperts(Experts):
         """
         if limit is not None:
             self.on.do_without("grouped_matmul", "experts with swiglu_limit")
-            return super().routed(gate_up, down, x, r, shards, first, limit)
-        if not isinstance(x, Quantised) and not self.on.runs(
-            "grouped_matmul", check_experts, x, gate_up, down
-        ):
-            return super().routed(gate_up, down, x, r, shards, first)
-        (first_layer, first_scale), (second_layer, second_scale) = e4m3.arrays(gate_up), e4m3.arrays(down)
+            return super().routed(own, x, r, limit)
+        weights = own.gate_up, own.down
+        if not isinstance(x, Quantised) and not self.on.runs("grouped_matmul", check_experts, x, *weights):
+            return super().routed(own, x, r)
+        (first_layer, first_scale), (second_layer, second_scale) = map(e4m3.arrays, weights)
         return grouped_matmul.expert_mlp(
             x,
             r.ids,
@@ -81,7 +77,7 @@ class HopperExperts(Experts):
             second_scale,
             counts=r.counts if "expert_layout" in self.on.kernels else None,
             groups=r.groups,
-            first=first,
-            shards=shards,
+            first=own.first,
+            shards=own.shards,
             implementation="mosaic_gpu",
         )

@@ -38,6 +38,22 @@ class Scored:
     given: Int[Array, "B W k"] | None = None
 
 
+@struct.dataclass
+class OwnExperts:
+    """The routed experts of one device.
+
+    Attributes:
+        gate_up, down: their weights.
+        first: number of the first of them.
+        shards: number of devices that all experts are split over.
+    """
+
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    first: Int[Array, ""] | int = 0
+    shards: int = struct.field(pytree_node=False, default=1)
+
+
 @dataclass(frozen=True)
 class Experts:
     """Router, routed experts and shared expert of an MoE block.
@@ -79,7 +95,8 @@ class Experts:
                     rows = whole.reshape(-1, whole.shape[-1])
                     y = moe.dense(p.gate_up, p.down, rows, r, on.product, limit)
                 else:
-                    y = self.routed(p.gate_up, p.down, self.operand(p, x, limit).flat(), r, limit=limit)
+                    own = OwnExperts(p.gate_up, p.down)
+                    y = self.routed(own, self.operand(p, x, limit).flat(), r, limit)
         y, r = y.reshape(whole.shape), _shaped(r, whole)
         y = constrain(y, on.mesh, "slots", None, None)
         if p.shared is None:
@@ -121,21 +138,18 @@ class Experts:
 
     def routed(
         self,
-        gate_up: ExpertWeight,
-        down: ExpertWeight,
+        own: OwnExperts,
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
-        shards: int = 1,
-        first: Int[Array, ""] | int = 0,
         limit: float | None = None,
     ) -> Float[Array, "T D"]:
-        """Run only the experts that rows chose.
+        """Run only the experts that rows chose. Rows and routing are of all devices.
 
-        shards: number of devices that the experts are split over. Weights are one device's, from expert
-        ``first`` on; rows and routing are of all devices. limit: see ``layers.gated``.
+        limit: see ``layers.gated``.
         """
         assert not isinstance(x, Quantised), "rows were quantised for a kernel"
-        return moe.by_visit(gate_up, down, x, Routing(r.ids - first, r.weights), self.on.product, limit)
+        chosen = Routing(r.ids - own.first, r.weights)
+        return moe.by_visit(own.gate_up, own.down, x, chosen, self.on.product, limit)
 
     def operand(self, p: Moe, x: Rows, limit: float | None) -> Operand:
         """Rows in the form that the experts take."""
@@ -234,9 +248,10 @@ class Experts:
     ) -> Float[Array, "T D"]:
         first, rows = self._first(p), x.flat()
         if self.way == "dense" and not isinstance(rows, Quantised):
-            own = Routing(r.ids - first, r.weights)
-            return moe.dense(p.gate_up, p.down, rows, own, self.on.product, limit)
-        return self.routed(p.gate_up, p.down, rows, r, shards or self._mesh.size, first, limit)
+            chosen = Routing(r.ids - first, r.weights)
+            return moe.dense(p.gate_up, p.down, rows, chosen, self.on.product, limit)
+        own = OwnExperts(p.gate_up, p.down, first, shards or self._mesh.size)
+        return self.routed(own, rows, r, limit)
 
     def _first(self, p: Moe) -> Int[Array, ""]:
         """The number of this device's first expert."""
