@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels_pallas.check.case import Case
 from tests.rounding import roundoff
 
-needs_fences = pytest.mark.skipif(
+needs_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="Pallas interprets fences from jax 0.11 on"
 )
 

@@ -14,17 +14,10 @@ from kernels_pallas.grouped_matmul import api, mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.layout import Tiles, group_rows
 from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
 from kernels_pallas.quantised import quantise
-from tests.kernels.interpreter import distance, interpret, notices, rounded, without
+from tests.kernels.interpreter import distance, needs_interpreter, notices, rounded, without
 from tests.rounding import error, near
 
 CASES = {c.name: c for c in (*cases("grouped_matmul/"), *cases("fp8_matmul/"))}
-SMALL = [name for name, case in CASES.items() if case.small]
-# One of each way through the kernel; the others are slow.
-FAST = ("grouped_matmul/small-gated", "fp8_matmul/small-split")
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="Pallas interprets these kernels from jax 0.11 on"
-)
-
 
 # Roundings to e4m3 that follow each other in an MLP: of a row, in each of two products; of the next row. SiLU
 # changes less than 1.3 times as much as its argument.
@@ -213,14 +206,6 @@ def test_tall_tiles_ask_the_cache_for_fewer_bytes():
         sizes = ProductSizes(tile, jnp.float8_e4m3fn, False, 4096, 7168, 16384, 16)
         products = 2 * sizes.block_rows * tile.columns
         assert products / (sizes.block_rows + tile.columns / tile.pair) > 170
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SMALL])
-def test_kernels_equal_their_reference_without_races(name):
-    run = interpret(CASES[name])
-    assert not run.races
-    assert run.distance < 3e-3
 
 
 # What a warpgroup waits for: the case, the operation, and the end of the name of the function that waits.

@@ -7,20 +7,13 @@ import numpy as np
 import pytest
 
 from kernels_pallas.check.cases.index_scores import case, inputs, shapes
-from kernels_pallas.check.registry import cases
 from kernels_pallas.index_scores import api, mosaic_gpu, reference
 from kernels_pallas.index_scores.index_rows import pack, unpack
 from kernels_pallas.index_scores.mosaic_gpu import DIM
 from kernels_pallas.splits import choose_splits
 from kernels_pallas.visible import Window, chain
-from tests.kernels.interpreter import interpret, notices, without
+from tests.kernels.interpreter import needs_interpreter, notices, without
 from tests.rounding import near
-
-CASES = {c.name.split("/")[1]: c for c in cases("index_scores/") if c.small}
-FAST = "small-fp8"
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="Pallas interprets this kernel from jax 0.11 on"
-)
 
 
 @pytest.mark.parametrize("name", ["small-window", "small-nextn", "small-fp8", "small-pages128"])
@@ -100,14 +93,6 @@ def test_what_the_kernel_cannot_do_is_refused(q, keys, match):
     )
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(run, *given, np.array([3], np.int32))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", [n if n == FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_the_kernel_equals_the_reference_without_races(name):
-    run = interpret(CASES[name])
-    assert not run.races
-    assert run.distance < CASES[name].tolerance
 
 
 @needs_interpreter

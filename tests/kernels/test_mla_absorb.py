@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas.check.cases.mla_absorb import AbsorbShape, inputs
-from kernels_pallas.check.registry import cases
 from kernels_pallas.mla_absorb.api import check, mla_absorb
 from kernels_pallas.mla_absorb.mosaic_gpu import MOST, PAIRS
-from tests.kernels.interpreter import distance, interpret, needs_fences, rounded
+from tests.kernels.interpreter import distance, rounded
 
-SMALL = {case.name: case for case in cases("mla_absorb/") if case.small}
 FEW = AbsorbShape(2, 2, 3, parts=2, rows=7)
 
 
@@ -60,11 +58,3 @@ def test_what_the_kernel_cannot_do_is_refused(change, match):
     check(**given)
     with pytest.raises(ValueError, match=match):
         check(**given | change)
-
-
-@needs_fences
-@pytest.mark.parametrize("name", SMALL)
-def test_kernel_equals_the_reference_without_races(name):
-    run = interpret(SMALL[name])
-    assert not run.races
-    assert run.distance < 3e-3

@@ -16,14 +16,12 @@ from kernels_pallas.visible import chain
 from tests.kernels.interpreter import (
     InterpretGPUParams,
     distance,
-    interpret,
-    needs_fences,
+    needs_interpreter,
     notices,
     rounded,
     without,
 )
 
-SMALL = [name for name in shapes() if name.startswith("small-")]
 RUN = partial(mla_decode, scale=SCALE, implementation="xla")
 
 
@@ -67,7 +65,7 @@ def test_reference_equals_float64(kind):
     assert not np.asarray(reference, np.float64)[~some].any()
 
 
-@needs_fences
+@needs_interpreter
 @pytest.mark.parametrize("parts", [3, 40])
 def test_merged_parts_equal_the_whole(parts):
     """Two slots of 16 query rows in two blocks, which see different parts."""
@@ -114,15 +112,6 @@ def test_what_the_kernel_cannot_do_is_refused(q, pages, rank, match, fp8):
         jax.eval_shape(run, *(jax.ShapeDtypeStruct(*a) for a in (q, pages, *numbers)))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "small-one-token" else pytest.param(n, marks=pytest.mark.slow) for n in SMALL]
-)
-def test_kernel_equals_the_reference_without_races(name):
-    run = interpret(case(name, shapes()[name]))
-    assert not run.races
-    assert run.distance < 4e-3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "where"),
@@ -134,9 +123,12 @@ def test_kernel_equals_the_reference_without_races(name):
         pytest.param("barrier_wait", "odd_step", id="the even page's probabilities are there"),
         pytest.param("barrier_wait", "finish", id="the other warpgroup has finished"),
         pytest.param(
-            "commit_smem", "publish", id="probabilities are visible to the tensor cores", marks=needs_fences
+            "commit_smem",
+            "publish",
+            id="probabilities are visible to the tensor cores",
+            marks=needs_interpreter,
         ),
-        pytest.param("commit_smem", "finish", id="outputs are visible to the copy", marks=needs_fences),
+        pytest.param("commit_smem", "finish", id="outputs are visible to the copy", marks=needs_interpreter),
     ],
 )
 def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):
@@ -154,7 +146,7 @@ def test_a_missing_barrier_is_noticed(operation, where, monkeypatch, capfd):
         pytest.param("barrier_wait", "copy.<locals>.step.<locals>.<lambda>", id="a page's memory is free"),
         pytest.param("barrier_wait", "scores", id="the words are there"),
         pytest.param(
-            "commit_smem", "publish", id="latents are visible to the other warpgroup", marks=needs_fences
+            "commit_smem", "publish", id="latents are visible to the other warpgroup", marks=needs_interpreter
         ),
     ],
 )

@@ -12,15 +12,10 @@ from kernels_pallas.check.registry import cases
 from kernels_pallas.expert_layout import api as expert_layout
 from kernels_pallas.router import api, mosaic_gpu, reference
 from kernels_pallas.router.rule import Rule
-from tests.kernels.interpreter import interpret, notices
+from tests.kernels.interpreter import needs_interpreter, notices
 from tests.rounding import near
 
 CASES = {c.name: c for c in (*cases("router/"), *cases("expert_layout/")) if c.small}
-# One of each kernel; the others are slow.
-FAST = ("router/small-one-group", "expert_layout/small-some")
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="Pallas interprets these kernels from jax 0.11 on"
-)
 RULES = {
     "groups": Rule(chosen=4, groups=4, kept=2, scaling=2.5),
     "one group": Rule(chosen=5, normalise=False),
@@ -87,14 +82,6 @@ def test_experts_that_the_layout_cannot_have_are_refused():
             rows=64,
             implementation="mosaic_gpu",
         )
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_kernels_equal_their_reference_without_races(name):
-    run = interpret(CASES[name])
-    assert not run.races
-    assert run.distance <= CASES[name].tolerance
 
 
 @needs_interpreter

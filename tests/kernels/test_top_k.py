@@ -6,17 +6,10 @@ import numpy as np
 import pytest
 
 from kernels_pallas.check.cases.top_k import TopKShape, case, shapes
-from kernels_pallas.check.registry import cases
 from kernels_pallas.mosaic import ordered
 from kernels_pallas.router import mosaic_gpu as router
 from kernels_pallas.top_k import api, mosaic_gpu, reference
-from tests.kernels.interpreter import interpret, notices, without
-
-CASES = {c.name.split("/")[1]: c for c in cases("top_k/") if c.small}
-FAST = "small-ties"
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="Pallas interprets this kernel from jax 0.11 on"
-)
+from tests.kernels.interpreter import interpret, needs_interpreter, notices, without
 
 
 def chosen(row: np.ndarray, count: int) -> list[int]:
@@ -70,14 +63,6 @@ def test_other_scores_than_float32_are_refused():
 def test_more_scores_than_halves_of_words_count_are_refused():
     with pytest.raises(ValueError, match="2080769 scores, at most 2080768; use 'xla'"):
         api.check(jax.ShapeDtypeStruct((1, mosaic_gpu.MOST + 1), jnp.float32))
-
-
-@needs_interpreter
-@pytest.mark.parametrize("name", [n if n == FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_the_kernel_chooses_what_a_sort_does_without_races(name):
-    run = interpret(CASES[name])
-    assert not run.races
-    assert run.distance == 0
 
 
 def eight_small_blocks(monkeypatch, held):
