@@ -34,11 +34,11 @@ class GpuStep:
     """One GPU's part of a step.
 
     Attributes:
-        slots, window: slots, and tokens of each.
+        slots, window: number of slots, and of tokens of each.
         launches: number of launches of an MoE layer, as compiled (tests/kernels/step_budget.toml).
         ways: number of GPUs over which heads, widths and vocabulary are split.
         experts: number of routed experts, of each of which the GPU has its part.
-        layers, dense: layers of the trunk, and how many of them have no experts.
+        layers, dense: number of layers of the trunk, and of its layers without experts.
         rows: number of cached rows of a slot.
         absorbs: whether few tokens' queries are absorbed by a kernel; of the measured steps they were not.
     """

@@ -68,7 +68,7 @@ class Buckets:
     """
 
     def __init__(self, config: EngineConfig, shards: int = 1, any_depth: bool = False) -> None:
-        """shards: data shards. any_depth: see ``Runner``."""
+        """shards: number of data shards. any_depth: see ``Runner``."""
         self._config, self._shards, self._any_depth = config, shards, any_depth
         self._steps, most = config.trees and config.trees.steps, config.prefill_chunk
         self.chunk_sizes: Sequence[int] = buckets(most, min(SIZES.chunk, most), SIZES.chunks)

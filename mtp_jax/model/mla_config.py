@@ -65,8 +65,8 @@ class MlaConfig(AttentionConfig):
 
     Attributes:
         rank: width of the latent, ``kv_lora_rank``.
-        nope: channels of a query or key head that are not rotated.
-        rope: channels that are, of each query head and of the key that all heads share.
+        nope: number of channels of a query or key head that are not rotated.
+        rope: number of channels that are, of each query head and of the key that all heads share.
         v: width of a value head.
         q_rank: width of the queries' low rank; None: queries have none.
         indexer: chooses the rows that a token attends to; None: it attends to all.
