@@ -19,7 +19,7 @@ WITHOUT_JAX = (
     "api.hooks",
     "api.options",
     "cluster.handover.client",
-    "cluster.handover.messages",
+    "cluster.handover.pages_protocol",
     "cluster.handover.options",
     "cluster.handover.pages",
     "cluster.handover.server",

@@ -27,7 +27,7 @@ UNIT = re.compile(
     r"(the |estimated )?(number|most|least|largest|width|size|bytes|MiB|seconds|nanoseconds|share|ratio"
     r"|factor|index|(tokens|operations) per)\b"
 )
-MOST_WITHOUT_UNIT = 78
+MOST_WITHOUT_UNIT = 74
 
 ENTRY = re.compile(r"[*`\w, ]{1,60}: ")
 ITEM = re.compile(r"([-*]|\d+\.) ")

@@ -44,7 +44,7 @@ class Hot:
     """An operation called again and again, its inputs where the call before left them.
 
     Attributes:
-        seconds: of one call.
+        seconds: seconds of one call.
         clock: MHz of the multiprocessors meanwhile, and watts; None where nvidia-smi does not say.
     """
 

@@ -19,7 +19,7 @@ class Budget:
     Attributes:
         spills: most bytes that a thread spills.
         instructions: tensor-core instructions that must occur.
-        temp_mib: device memory beside arguments and results.
+        temp_mib: MiB of device memory beside arguments and results.
         launches: number of launches of the whole operation.
         cases: limits of single cases that differ.
         path: most instructions on a warp's longest path; None: any number.

@@ -52,7 +52,7 @@ def rms_norm(
             not read.
         weight: any float type.
         eps: added to the mean square.
-        rows: T; None: the number of the first addend's rows.
+        rows: number of rows, T; None: the number of the first addend's rows.
         total: whether to return the sum in bfloat16.
         plain: whether to return the result in bfloat16.
         quantised: whether to return it in e4m3 with a scale per 1x128 block, as products take it.

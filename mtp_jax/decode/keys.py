@@ -146,7 +146,7 @@ class StepKey:
     """One executable and its number of drafts: windows of slots, a chunk of prompts, or both.
 
     Attributes:
-        slots: 0: no windows.
+        slots: number of slots; 0: no windows.
         depth: number of drafts of each slot.
         pages: number of page-table columns.
         mode: static sampling choices.

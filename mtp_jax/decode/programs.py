@@ -80,7 +80,8 @@ class Programs:
     def program(self, key: Key) -> Any:
         """The ``jax.stages.Compiled`` behind a key, for its HLO text and its cost and memory analysis.
 
-        The second, larger program of a structured step; for pages, the program that writes.
+        A structured step has two programs, of which this is the second and larger; pages have a reader and
+        a writer, of which it is the writer.
         """
         found = self._compiled[_program(key)]
         if isinstance(found, _Pages):

@@ -159,7 +159,7 @@ class _Curve:
     POINTS = 8  # for each draft; between them the curve is taken to be straight
 
     def __init__(self, most: int, newest: float) -> None:
-        """newest: weight of a step beside all earlier steps."""
+        """newest: share of the newest step in a mean over all."""
         self._at, self._newest, self._steps = np.linspace(0, most, most * self.POINTS + 1), newest, 0
         self._accepted = np.zeros_like(self._at)
 
@@ -261,7 +261,7 @@ class DepthController:
     """Chooses the executable of every step, from measured costs and acceptance."""
 
     def __init__(self, most: int, policy: DepthPolicy | None = None, trees: TreeShape | None = None) -> None:
-        """most: depth of the deepest step. trees: see ``adaptive_depths``."""
+        """most: number of drafts of the deepest step. trees: see ``adaptive_depths``."""
         self.policy = policy = policy or DepthPolicy()
         self.steps = trees and trees.steps
         self._yield = Yield(most, policy, self.steps)

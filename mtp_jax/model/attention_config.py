@@ -167,7 +167,7 @@ class AttentionConfig(ABC):
     def prompt_reads(self, layer: int, seen: float) -> tuple[float, float]:
         """Rows that a token of a prompt attends to, and operations of the indexer for it.
 
-        seen: mean number of tokens before the tokens of the prompt.
+        seen: number of tokens before the tokens of the prompt, on average.
         """
         return seen, 0.0
 

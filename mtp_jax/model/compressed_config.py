@@ -20,7 +20,7 @@ class CompressedConfig(AttentionConfig):
 
     Attributes:
         head_dim: width of every query head, and of the one row per token that is key and value of all heads.
-        rope: number of the last channels of a head, which are rotated.
+        rope: number of the last channels of a head that are rotated.
         groups: number of equal parts of the heads, each projected down on its own behind attention.
         group_rank: width of a group's projection.
         window: number of the last tokens that a token attends to, itself included.

@@ -271,7 +271,7 @@ class Grammars:
         return self.thoughts.open_after(prompt, self._decode)
 
     def text(self, token: int) -> str:
-        """Text of a token, also of a special token."""
+        """The text of a token, which may be a special token."""
         return self._decode([token])
 
     def _decode(self, ids: list[int]) -> str:

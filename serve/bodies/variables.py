@@ -85,12 +85,12 @@ class Reasoning(Body):
 
 
 def _switched(thinks: bool) -> JsonObject:
-    """The variables of all families of templates for whether to think."""
+    """The variables that tell the templates of every family whether the model thinks."""
     return {"thinking": thinks, "enable_thinking": thinks}
 
 
 def _kept(keeps: bool) -> JsonObject:
-    """The variables of GLM, Kimi and DeepSeek-V4 for whether thoughts of earlier turns stay in the prompt."""
+    """Variables that tell GLM, Kimi and DeepSeek-V4 whether earlier turns' thoughts stay in the prompt."""
     return {"preserve_thinking": keeps, "clear_thinking": not keeps, "drop_thinking": not keeps}
 
 

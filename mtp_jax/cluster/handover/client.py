@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mtp_jax.cluster.handover.messages import (
+from mtp_jax.cluster.handover.pages_protocol import (
     KINDS,
     MOST_JSON,
     PURPOSE,

@@ -19,9 +19,9 @@ from typing import TypeVar
 from mtp_jax.api.async_llm import AsyncLLM
 from mtp_jax.api.hooks import MetricTotals
 from mtp_jax.cluster.handover.client import Peers, Wanted
-from mtp_jax.cluster.handover.messages import Prefill
 from mtp_jax.cluster.handover.options import HandoverOptions, address
 from mtp_jax.cluster.handover.pages import copy_out, missing, take_in
+from mtp_jax.cluster.handover.pages_protocol import Prefill
 from mtp_jax.cluster.handover.server import PageServer
 from mtp_jax.decode.launches import ReadPages
 from mtp_jax.engine.request import Request

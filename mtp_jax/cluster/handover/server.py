@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from mtp_jax.cluster.handover.messages import (
+from mtp_jax.cluster.handover.pages_protocol import (
     KINDS,
     MOST_JSON,
     PURPOSE,

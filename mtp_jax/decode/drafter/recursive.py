@@ -206,7 +206,7 @@ class _Passes:
         return indexer is not None and indexer.share_drafts
 
     def start(self, cache: tuple[LayerCache, ...]) -> _Ahead:
-        """Before the first pass."""
+        """The results before the first pass: no drafts yet."""
         made = Made.nothing(self.s, self.rules, self.module.trunk.vocab_size)
         return _Ahead(made, self.pending[:, :1], cache)
 

@@ -30,7 +30,7 @@ class Service:
         shards: number of data shards.
         limits: bounds of the queue, as a server has them.
         rates: chance that each draft is accepted, once all before it were; the last holds for all further.
-        seed: of drafts that are accepted, and of prompts.
+        seed: seed of the drafts that are accepted, and of prompts.
     """
 
     cfg: ModelConfig

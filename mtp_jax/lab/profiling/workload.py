@@ -61,8 +61,8 @@ def start(
     _check(subject, phase, input_len, depth)
     decoding = 0 if phase == "prefill" else batch
     fed = steps + _SETTLE + 1 if phase in ("prefill", "mixed") else 0
-    # A slot decodes as soon as its prompt is read, while other prompts are still read, in chunks of 16 tokens
-    # at worst: its output may grow by a step per chunk.
+    # A slot decodes as soon as its prompt is read, while other prompts are still read: its output may
+    # grow by a step per chunk, and the smallest chunk has 16 tokens.
     longest = (depth + 1) * (steps + _SETTLE + decoding * -(-input_len // 16))
     engine = subject.engine(depth, decoding + (_PROMPT_SLOTS if fed else 0), input_len + max(longest, 1))
     prompts = prompts_for(subject, decoding + fed, input_len).ids

@@ -14,7 +14,7 @@ import pytest
 
 from mtp_jax.cluster.handover import server as servers
 from mtp_jax.cluster.handover.client import Peers, Rests, Wanted
-from mtp_jax.cluster.handover.messages import (
+from mtp_jax.cluster.handover.pages_protocol import (
     KINDS,
     MOST_JSON,
     PURPOSE,
