@@ -23,7 +23,7 @@ class RowFormat:
     """A token's row in a layer's cache, and the way in which an FP8 cache stores it.
 
     Attributes:
-        width: values of a row.
+        width: number of values of a row.
         keys: the part [start, stop) that scores are made of and the mixed values are not.
         e4m3: number of leading values that an FP8 cache stores in e4m3. Further values are bfloat16.
         block: number of consecutive e4m3 values that share a float32 scale.
@@ -55,7 +55,7 @@ class Reads:
         rows: number of rows, entries of compressed attention among them.
         pairs: number of pairs of a token and a row that are computed.
         keys: number of index keys.
-        scoring: operations of the indexer.
+        scoring: number of operations of the indexer.
     """
 
     rows: int
@@ -167,7 +167,7 @@ class AttentionConfig(ABC):
     def prompt_reads(self, layer: int, seen: float) -> tuple[float, float]:
         """Rows that a token of a prompt attends to, and operations of the indexer for it.
 
-        seen: mean number of tokens before the tokens of the prompt.
+        seen: number of tokens before a token of the prompt, the mean.
         """
         return seen, 0.0
 

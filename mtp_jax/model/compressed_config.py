@@ -20,11 +20,11 @@ class CompressedConfig(AttentionConfig):
 
     Attributes:
         head_dim: width of every query head, and of the one row per token that is key and value of all heads.
-        rope: the last channels of a head that are rotated.
-        groups: equal parts of the heads, each projected down on its own behind attention.
+        rope: number of the last channels of a head, which are rotated.
+        groups: number of equal parts of the heads, each projected down on its own behind attention.
         group_rank: width of a group's projection.
-        window: the last tokens that a token attends to, itself included.
-        theta: base of rope's frequencies in layers that compress.
+        window: number of the last tokens that a token attends to, itself included.
+        theta: factor between rope's frequencies, their base, in layers that compress.
         index_heads: number of the indexer's heads.
         index_dim: width of an index head.
         topk: the most entries of ratio 4 that a token attends to.

@@ -19,8 +19,8 @@ class IndexerConfig:
         dim: width of a head; its first qk_rope_head_dim channels are rotated.
         topk: the most entries that a token attends to.
         interleaved: whether the rope pairs channels (0, 1), (2, 3), ...
-        shared: for each layer of the trunk, whether it has no indexer, and attends to the entries that the
-            last layer with one chose. A NextN layer always has its own.
+        shared: whether a layer of the trunk, each in turn, has no indexer, and attends to the entries that
+            the last layer with one chose. A NextN layer always has its own.
         share_drafts: whether the first draft of a step chooses for all.
     """
 
@@ -65,8 +65,8 @@ class MlaConfig(AttentionConfig):
 
     Attributes:
         rank: width of the latent, ``kv_lora_rank``.
-        nope: channels of a query or key head that are not rotated.
-        rope: channels that are, of each query head and of the key that all heads share.
+        nope: number of channels of a query or key head that are not rotated.
+        rope: number of channels that are, of each query head and of the key that all heads share.
         v: width of a value head.
         q_rank: width of the queries' low rank; None: queries have none.
         indexer: chooses the rows that a token attends to; None: it attends to all.
