@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import is_number
@@ -96,6 +96,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check(self)
+        if self.n_routed_experts:
+            _check_experts(self)
 
     @cached_property
     def attention(self) -> AttentionConfig:
@@ -187,11 +189,13 @@ _COUNTS = "num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts"
 _MOST_EXPERTS = 2**17
 
 
-def _check(c: ModelConfig) -> None:
-    def need(ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ConfigError(f"{name} = {getattr(c, name)!r:.200}; expected {expected}")
+def _need(c: ModelConfig, ok: bool, name: str, expected: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} = {getattr(c, name)!r:.200}; expected {expected}")
 
+
+def _check(c: ModelConfig) -> None:
+    need = partial(_need, c)
     for name in _POSITIVE:
         need(is_whole(getattr(c, name), 1), name, "a positive integer")
     for name in _NATURAL:
@@ -224,34 +228,30 @@ def _check(c: ModelConfig) -> None:
             f"nextn_moe has {len(c.nextn_moe)} entries, num_nextn_predict_layers is "
             f"{c.num_nextn_predict_layers}"
         )
-    if c.n_routed_experts:
-        layers = c.num_hidden_layers + c.num_nextn_predict_layers
-        if layers * c.n_routed_experts > _MOST_EXPERTS:
-            raise ConfigError(
-                f"{layers} layers of n_routed_experts = {c.n_routed_experts}; expected at most "
-                f"{_MOST_EXPERTS:,} experts in all"
-            )
-        if c.n_routed_experts % c.n_group:
-            raise ConfigError(
-                f"n_group = {c.n_group} does not divide n_routed_experts = {c.n_routed_experts}"
-            )
-        reachable = c.n_routed_experts // c.n_group * c.topk_group
-        if not 1 <= c.num_experts_per_tok <= reachable or c.topk_group > c.n_group:
-            raise ConfigError(
-                f"num_experts_per_tok = {c.num_experts_per_tok}, topk_group = {c.topk_group}: at most "
-                f"{reachable} experts lie in {c.topk_group} of {c.n_group} groups"
-            )
-        if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
-            raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
-        need(c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")
     group = c.int4_group
     need(group is None or is_whole(group, 1), "int4_group", "a positive integer or null")
-    if group and c.n_routed_experts:
+
+
+def _check_experts(c: ModelConfig) -> None:
+    layers = c.num_hidden_layers + c.num_nextn_predict_layers
+    if layers * c.n_routed_experts > _MOST_EXPERTS:
+        raise ConfigError(
+            f"{layers} layers of n_routed_experts = {c.n_routed_experts}; expected at most "
+            f"{_MOST_EXPERTS:,} experts in all"
+        )
+    if c.n_routed_experts % c.n_group:
+        raise ConfigError(f"n_group = {c.n_group} does not divide n_routed_experts = {c.n_routed_experts}")
+    reachable = c.n_routed_experts // c.n_group * c.topk_group
+    if not 1 <= c.num_experts_per_tok <= reachable or c.topk_group > c.n_group:
+        raise ConfigError(
+            f"num_experts_per_tok = {c.num_experts_per_tok}, topk_group = {c.topk_group}: at most "
+            f"{reachable} experts lie in {c.topk_group} of {c.n_group} groups"
+        )
+    if c.n_group > 1 and c.n_routed_experts // c.n_group < 2:
+        raise ConfigError("expert groups of one: a group's score is the sum of its two best experts")
+    _need(c, c.moe_intermediate_size > 0, "moe_intermediate_size", "a positive integer")
+    if c.int4_group:
+        unit = math.lcm(c.int4_group, INT4_PER_WORD)
         for name in ("hidden_size", "moe_intermediate_size"):
-            unit = math.lcm(group, INT4_PER_WORD)
-            divides = getattr(c, name) % unit == 0
-            need(
-                divides,
-                name,
-                f"a multiple of {unit}: int4 weights have {group} inputs in a group, 8 in a word",
-            )
+            expected = f"int4 weights have {c.int4_group} inputs in a group, 8 in a word"
+            _need(c, getattr(c, name) % unit == 0, name, f"a multiple of {unit}: {expected}")

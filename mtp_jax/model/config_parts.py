@@ -103,8 +103,8 @@ class Llama3Scaling(RopeScaling):
     """Llama 3.1's scaling: long waves are divided, short waves are kept, waves between are blended.
 
     Attributes:
-        low_freq_factor: waves that fit the original context fewer times than this are divided.
-        high_freq_factor: waves that fit it more often than this are kept.
+        low_freq_factor: number of times that a wave fits the original context, below which it is divided.
+        high_freq_factor: number of times above which it is kept.
     """
 
     rope_type = "llama3"
@@ -194,7 +194,7 @@ class HyperConfig:
     Attributes:
         streams: number of streams.
         iterations: number of normalisations of the matrix that mixes them, columns and rows in turn.
-        eps: added to sums and gates.
+        eps: the least sum and gate, added to them.
     """
 
     streams: int

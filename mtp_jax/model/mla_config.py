@@ -19,8 +19,8 @@ class IndexerConfig:
         dim: width of a head; its first qk_rope_head_dim channels are rotated.
         topk: the most entries that a token attends to.
         interleaved: whether the rope pairs channels (0, 1), (2, 3), ...
-        shared: for each layer of the trunk, whether it has no indexer, and attends to the entries that the
-            last layer with one chose. A NextN layer always has its own.
+        shared: whether a layer of the trunk, each in turn, has no indexer, and attends to the entries that
+            the last layer with one chose. A NextN layer always has its own.
         share_drafts: whether the first draft of a step chooses for all.
     """
 
