@@ -24,7 +24,7 @@ class Tile:
         128 each, and share the weights, of which each fetches half; not of a gated product, whose two sums
         leave no register for the other thread block.
     columns: number of output columns per tile; in a gated product columns of gate, and of up.
-    stages: depth of the ring of operands in shared memory.
+    stages: number of the stages of the ring of operands in shared memory.
     splits: number of parts of K that are summed apart, for outputs too small to fill the GPU. In a gated
         product the thread blocks of a cluster have one each.
     thread_blocks: size of the persistent grid; an H100 or H200 has 132 multiprocessors. The parts of a gated
