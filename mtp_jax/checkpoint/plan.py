@@ -118,6 +118,17 @@ def make_plan(
     return match(cfg, folder, draft, str(raw.get("model_type", "deepseek_v3")))
 
 
+def _copies(cfg: ModelConfig) -> list[str]:
+    """Names of tensors that a folder may hold and that must equal another one, so that they are not read."""
+    names, head = family_of(cfg), head_of(cfg)
+    copies = [name for k in range(cfg.num_nextn_predict_layers) for name in names.nextn_copies(cfg, k)]
+    if cfg.tie_word_embeddings:
+        copies.append(names.names.head)
+    if head and head.sizes and head.sizes.hidden_size == cfg.hidden_size:
+        copies.append(EMBED)
+    return copies
+
+
 def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = "") -> LoadPlan:
     """Match tensors with a config that counts the NextN layers to load; further layers need not be read.
 
@@ -133,13 +144,7 @@ def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = ""
     found = {n: t for n, t in folder.tensors.items() if n not in own} | draft.tensors
     wanted = cfg.num_nextn_predict_layers
     unread = () if cfg.drafter else {n for n in draft.tensors if (nextn_of(cfg, n) or 0) >= wanted}
-    copies = [name for k in range(wanted) for name in family_of(cfg).nextn_copies(cfg, k)]
-    if cfg.tie_word_embeddings:
-        copies.append(family_of(cfg).names.head)
-    head = head_of(cfg)
-    if head and head.sizes and head.sizes.hidden_size == cfg.hidden_size:
-        copies.append(EMBED)
-    duplicates = {name: copied_from(cfg, name) for name in copies if name in found}
+    duplicates = {name: copied_from(cfg, name) for name in _copies(cfg) if name in found}
 
     check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))
     if max(cfg.num_hidden_layers, cfg.n_routed_experts) > len(found):  # each has a tensor at least

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jax.sharding import AbstractMesh
@@ -146,7 +146,7 @@ def summarise(
             name = "F32" if spec.dtype(about.dtype) == "float32" else "BF16"
             _add(stored, name, spec.size, spec.nbytes(about.dtype))
         architecture = config_json(about.config)["model_type"]
-        return _summary(architecture, about.config, about.specs, "Orbax", 0, stored, devices)
+        return _summary(_Checkpoint(architecture, about.config, about.specs, "Orbax", stored), devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
     plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
@@ -158,11 +158,18 @@ def summarise(
         stays = staying(spec, plan.tensors, among)
         return () if stays is None else stays.arrays(spec, plan.tensors)
 
-    formats = names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs)))
-    files, unread = len(plan.files), _by_part(plan.unread)
-    return _summary(
-        plan.architecture, plan.config, specs, layout, files, stored, devices, formats, kept, unread
+    found = _Checkpoint(
+        plan.architecture,
+        plan.config,
+        specs,
+        layout,
+        stored,
+        files=len(plan.files),
+        formats=names_of(f for f in FORMATS if any(f.holds(plan.tensors, n) for n in _weights(specs))),
+        kept=kept,
+        unread=_by_part(plan.unread),
     )
+    return _summary(found, devices)
 
 
 def _weights(specs: Params) -> Iterator[str]:
@@ -198,27 +205,37 @@ def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary
 
     formats = names_of(f for f in FORMATS if f.announced(cfg))
     architecture = raw.get("model_type", "deepseek_v3")
-    return _summary(architecture, cfg, param_specs(cfg), "declared", 0, {}, devices, formats, kept)
+    found = _Checkpoint(architecture, cfg, param_specs(cfg), "declared", {}, formats=formats, kept=kept)
+    return _summary(found, devices)
 
 
-def _summary(
-    architecture: str,
-    cfg: ModelConfig,
-    params: Params,
-    layout: str | None,
-    files: int,
-    stored: dict[str, DtypeTotals],
-    devices: int,
-    formats: str = "",
-    kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: (),
-    unread: dict[str, DtypeTotals] | None = None,
-) -> Summary:
-    """params: the tree of Spec in memory. formats: names of the narrow formats. kept: of a parameter and the
-    names of formats, the arrays of the parameter if it stays in one of these formats; else nothing.
+@dataclass(frozen=True)
+class _Checkpoint:
+    """Facts of a checkpoint that a summary is made of.
+
+    Attributes:
+        architecture, config, layout, stored, files, unread: see ``Summary``.
+        specs: the tree of Spec in memory.
+        formats: names of the narrow formats.
+        kept: of a parameter and the names of formats, the arrays of the parameter if it stays in one of these
+            formats; else nothing.
     """
-    mesh = {"data": 1, "model": devices}
+
+    architecture: str
+    config: ModelConfig
+    specs: Params
+    layout: str | None
+    stored: dict[str, DtypeTotals]
+    files: int = 0
+    formats: str = ""
+    kept: Callable[[Spec, Collection[str]], tuple[Kept, ...]] = lambda spec, among: ()
+    unread: dict[str, DtypeTotals] = field(default_factory=dict)
+
+
+def _summary(found: _Checkpoint, devices: int) -> Summary:
+    cfg, mesh = found.config, {"data": 1, "model": devices}
     check_divisible(cfg, AbstractMesh(tuple(mesh.values()), tuple(mesh)))
-    specs = list(leaves(params))
+    specs = list(leaves(found.specs))
     total, active, nextn = parameter_counts(cfg)
     layers, page = range(cfg.num_hidden_layers + cfg.num_nextn_predict_layers), cfg.usual_page
 
@@ -230,17 +247,17 @@ def _summary(
         return of_head + sum(cfg.attention.token_bytes(i, dtype, page) for i in layers)
 
     def narrow(spec: Spec, among: Collection[str] = _NARROW, others: str = "bfloat16") -> int:
-        return sum(a.nbytes for a in kept(spec, among)) or spec.nbytes(others)
+        return sum(a.nbytes for a in found.kept(spec, among)) or spec.nbytes(others)
 
     sizes: dict[str, Callable[[Spec], int]] = {d: lambda s, d=d: s.nbytes(d) for d in type_of}
-    if formats:
-        sizes[formats] = narrow
+    if found.formats:
+        sizes[found.formats] = narrow
     return Summary(
-        architecture=architecture,
+        architecture=found.architecture,
         config=cfg,
-        nextn_layout=layout if cfg.drafts else None,
-        files=files,
-        stored=stored,
+        nextn_layout=found.layout if cfg.drafts else None,
+        files=found.files,
+        stored=found.stored,
         parameters=total,
         active_parameters=active,
         nextn_parameters=nextn,
@@ -250,7 +267,7 @@ def _summary(
         },
         weight_bytes_on_cpu=sum(narrow(s, _ON_CPU, "float32") for s in specs),
         cache_bytes_per_token={dtype: math.ceil(per_token(dtype)) for dtype in (*type_of, "fp8")},
-        unread=unread or {},
+        unread=found.unread,
     )
 
 

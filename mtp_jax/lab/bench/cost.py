@@ -121,6 +121,14 @@ class ModelPart:
         return cls(part(params, nbytes), part(params, count))
 
 
+def _drafting_layers(cfg: ModelConfig) -> range:
+    """Numbers of the layers that attend for one draft: a NextN layer's, or a head's own."""
+    first, head = cfg.num_hidden_layers, head_of(cfg)
+    if head is None:
+        return range(first, first + 1)
+    return range(first, first + (head.sizes.num_hidden_layers if head.sizes else 0))
+
+
 def of_launch(
     key: StepKey,
     cfg: ModelConfig,
@@ -148,11 +156,9 @@ def of_launch(
     head, trunk = ModelPart.of(of_head, params), ModelPart.of(of_trunk, params)
     drawn, draft_head = ModelPart.of(_of_drawn, params), head_of(cfg)
     cached = key.pages * page_size
-    # Layers that attend: a NextN layer's own, or none, where only rows are written.
-    first, none = cfg.num_hidden_layers, range(0)
+    # Layers that attend: the drafting layers, or none, where only rows are written.
+    own, none = _drafting_layers(cfg), range(0)
     sizes = draft_head and draft_head.sizes
-    layers = 0 if draft_head else 1
-    own = range(first, first + (sizes.num_hidden_layers if sizes else layers))
 
     def run(part: ModelPart, layers: range, *rows: tuple[int, int]) -> LaunchCost:
         """Add one pass over rows: (sequences, tokens in each)."""

@@ -84,12 +84,11 @@ class DeepSeekV4(Family):
             compressed["theta"] = nested["compress"]["rope_theta"]
         rope = _rope_width(raw)
         names = {**CompressedConfig.KEYS, **HyperConfig.KEYS}
-        lacks = [key for key in _REQUIRED if raw.get(key) is None]
-        lacks += [key for f, key in names.items() if f not in {*compressed, *hyper, "ratios", "rope"}]
-        lacks += [] if theta is not None else ["rope_theta"]
-        lacks += [] if nested or "rope_scaling" in raw else ["rope_scaling (null: no YaRN)"]
-        lacks += [] if rope is not None else ["qk_rope_head_dim"]
-        if lacks:
+        has = {key: raw.get(key) is not None for key in _REQUIRED}
+        has |= {key: f in {*compressed, *hyper, "ratios", "rope"} for f, key in names.items()}
+        has |= {"rope_theta": theta is not None, "qk_rope_head_dim": rope is not None}
+        has |= {"rope_scaling (null: no YaRN)": bool(nested) or "rope_scaling" in raw}
+        if lacks := [key for key, there in has.items() if not there]:
             raise ConfigError(f"config.json lacks {', '.join(lacks)}; DeepSeek-V4 has them all")
         if raw.get("num_key_value_heads", 1) != 1:
             raise ConfigError(f"num_key_value_heads = {raw['num_key_value_heads']!r:.80}; expected 1")
@@ -245,31 +244,40 @@ def _rope_width(raw: JsonObject) -> object:
 
 
 def _ratios(raw: JsonObject) -> tuple[int, ...]:
-    """The compression ratio of every layer of the trunk.
-
-    The release's list goes on with the draft layers, which have windows alone; transformers drops them. No
-    key counts DSpark stages.
-    """
-    layers, drafts = _count(raw, "num_hidden_layers"), _count(raw, "num_nextn_predict_layers")
+    """The compression ratio of every layer of the trunk."""
     given, kinds = raw.get("compress_ratios"), raw.get("layer_types")
     if given is None and kinds is None:
         raise ConfigError("config.json lacks compress_ratios; DeepSeek-V4 has a ratio for each layer")
-    allowed = ", ".join(map(str, RATIOS.values()))
-    if given is not None:
-        stages = raw.get("dspark_block_size") is not None
-        fits = isinstance(given, list) and (
-            len(given) in (layers, layers + drafts) or (stages and len(given) > layers)
+    return _ratios_listed(raw, given) if given is not None else _ratios_named(raw, kinds)
+
+
+_ALLOWED = ", ".join(map(str, RATIOS.values()))
+
+
+def _ratios_listed(raw: JsonObject, given: Any) -> tuple[int, ...]:
+    """Ratios from the release's list, which goes on with the draft layers, which have windows alone.
+
+    transformers drops the draft layers. No key counts DSpark stages.
+    """
+    layers, drafts = _count(raw, "num_hidden_layers"), _count(raw, "num_nextn_predict_layers")
+    stages = raw.get("dspark_block_size") is not None
+    fits = isinstance(given, list) and (
+        len(given) in (layers, layers + drafts) or (stages and len(given) > layers)
+    )
+    if not fits:
+        got = f"has {len(given)} entries" if isinstance(given, list) else f"= {given!r:.80}, not a list"
+        more = f", or {layers + drafts} with num_nextn_predict_layers = {drafts}" if drafts else ""
+        raise ConfigError(f"compress_ratios {got}; expected {layers} for num_hidden_layers{more}")
+    if any(type(r) is not int or r not in RATIOS.values() for r in given) or any(given[layers:]):
+        raise ConfigError(
+            f"compress_ratios = {given!r:.200} is not supported; expected {_ALLOWED}, and 0 for draft layers"
         )
-        if not fits:
-            got = f"has {len(given)} entries" if isinstance(given, list) else f"= {given!r:.80}, not a list"
-            more = f", or {layers + drafts} with num_nextn_predict_layers = {drafts}" if drafts else ""
-            raise ConfigError(f"compress_ratios {got}; expected {layers} for num_hidden_layers{more}")
-        if any(type(r) is not int or r not in RATIOS.values() for r in given) or any(given[layers:]):
-            raise ConfigError(
-                f"compress_ratios = {given!r:.200} is not supported; expected {allowed}, and 0 for draft "
-                "layers"
-            )
-        return tuple(given[:layers])
+    return tuple(given[:layers])
+
+
+def _ratios_named(raw: JsonObject, kinds: Any) -> tuple[int, ...]:
+    """Ratios from transformers' names of layers."""
+    layers = _count(raw, "num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in [*RATIOS] for k in kinds):
         raise ConfigError(
             f"layer_types = {kinds!r:.200}; expected one of {', '.join(RATIOS)} for each of {layers} layers"
@@ -277,9 +285,9 @@ def _ratios(raw: JsonObject) -> tuple[int, ...]:
     rates = raw.get("compress_rates") or {k: r for k, r in RATIOS.items() if r}
     named = {name: raw[name] for name in _RATE_NAMES if raw.get(name) is not None}
     if not isinstance(rates, dict):
-        raise ConfigError(f"compress_rates = {rates!r:.200}; expected an object, of {allowed} by layer type")
+        raise ConfigError(f"compress_rates = {rates!r:.200}; expected an object, of {_ALLOWED} by layer type")
     if any((RATIOS | _RATE_NAMES).get(k) != r for k, r in (rates | named).items()):
-        raise ConfigError(f"compress_rates = {rates | named!r:.200} is not supported; expected {allowed}")
+        raise ConfigError(f"compress_rates = {rates | named!r:.200} is not supported; expected {_ALLOWED}")
     return tuple(RATIOS[kind] for kind in kinds)
 
 
