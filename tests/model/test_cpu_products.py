@@ -11,6 +11,7 @@ import pytest
 from mtp_jax.model.attention import cpu_heads
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.experts import cpu as cpu_experts
+from mtp_jax.model.experts.plain import OwnExperts
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import Bf16, Fp8, InStack, Narrow, expand, with_bits, without_bits
 from tests.rounding import near
@@ -144,5 +145,5 @@ def test_routed_experts(rng, rows, kind, matrices):
     each = np.einsum("eoh,teh->teo", wide(down), gate / (1 + np.exp(-gate)) * up)
     want = np.einsum("tk,tko->to", r.weights, each[np.arange(rows)[:, None], ids])
     assert cpu_experts.takes(gate_up, down, r.ids.size) == (rows < 70)
-    got = jax.jit(xla_cpu(matrices=matrices).experts.routed)(gate_up, down, x, r)
+    got = jax.jit(xla_cpu(matrices=matrices).experts.routed)(OwnExperts(gate_up, down), x, r)
     near(got, want, 256 + 128 + 2)

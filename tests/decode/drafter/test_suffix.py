@@ -200,7 +200,7 @@ def test_the_text_is_that_without_drafts(options):
     suffix, nextn = (whole(requests).of(s) for s in (Origin.SUFFIX, Origin.NEXTN))
     assert nextn.accepted > 0
     stats = engine.stats()
-    assert stats.drafted_by_source == {"nextn": nextn.drafted, "suffix": suffix.drafted}
+    assert stats.drafted_by_source == {"nextn": nextn.drafted, "suffix": suffix.drafted, "other": 0}
     assert stats.accepted_by_source == {"nextn": nextn.accepted, "suffix": suffix.accepted}
     assert stats.draft_tokens == nextn.drafted + suffix.drafted
 
