@@ -39,7 +39,8 @@ def sentences(text: str) -> Iterator[str]:
     for line in map(str.strip, text.splitlines()):
         if not line or ENTRY.match(line) or ITEM.match(line) or line.startswith("#"):
             paragraphs.append("")
-        paragraphs[-1] += f" {ITEM.sub('', line, count=1)}"
+        mark = ITEM.match(line)
+        paragraphs[-1] += f" {line[mark.end() :] if mark else line}"
     for paragraph in paragraphs:
         plain = re.sub(r"``.*?``|`.*?`|\"[^\"]*\"", "X", paragraph.strip())
         yield from filter(None, re.split(r"(?<=[.!?;:]) +(?=[A-Z])", plain))

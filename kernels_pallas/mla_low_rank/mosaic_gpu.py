@@ -24,7 +24,7 @@ assert PAIRS == LINE, "a line of a row is half a key"
 # With jax 0.10 a kernel cannot write to its inputs.
 CAN_REUSE = jax.__version_info__ >= (0, 11)
 
-# Lines of a row's latents; two of the key follow.
+# Number of lines, of LINE numbers each, of the low rank in a cached row; two of the rotated key follow.
 _LATENTS = RANK // PAIRS
 
 

@@ -20,7 +20,8 @@ class ChosenExperts:
     """Experts of each token.
 
     Attributes:
-        ids: int32, best first; E, which is no expert, for tokens that do not count.
+        ids: int32 ids of the experts, by falling score, the router's bias added; E, which is no expert, for
+            tokens that do not count.
         weights: float32.
         counts: int32; choices of each expert by each 4 tokens, for whole blocks of 64; rows past the tokens
             are undefined. None with ``groups``.

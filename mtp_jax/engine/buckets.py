@@ -17,11 +17,12 @@ class Sizes:
     """The sizes that programs come in: a piece of work runs in the smallest one that holds it.
 
     Attributes:
-        slots: factor between the slots of steps, from 1 to max_num_seqs.
+        slots: ratio of each number of slots that steps are compiled for to the next smaller one; the numbers
+            run from 1 to max_num_seqs.
         chunk: number of tokens of the shortest chunk of a prompt.
-        chunks: factor between the lengths of chunks, up to prefill_chunk.
+        chunks: ratio of each length of chunks to the next smaller one, up to prefill_chunk.
         prompts: most prompts per data shard in one chunk.
-        pages: factor between the widths of page tables, down from that of the longest request.
+        pages: ratio of each width of page tables to the next smaller one, down from the longest request's.
         rows: least number of cached rows that a page table holds. On a CPU attention ends at the last row
             that a token sees, so a narrower table saves nothing there.
         moved: pages that one program reads or writes, where there is a host tier.

@@ -150,7 +150,7 @@ def _schema(schema: object) -> str:
     if not isinstance(value, Mapping):
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
     text = json.dumps(value, allow_nan=False)
-    _check_length("json_schema", len(text))  # before its numbers are used
+    _check_length("json_schema", len(text))  # check_schema computes with the schema's numbers
     check_schema(value)
     return json.dumps(in_full(value))
 

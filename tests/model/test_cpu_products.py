@@ -121,7 +121,8 @@ def test_a_program_widens_no_stack_of_experts_in_memory(rng, kind):
     r = Routing(jnp.zeros((rows, 2), jnp.int32), jnp.ones((rows, 2)))
     assert not cpu_experts.takes(gate_up, down, r.ids.size)
     routed = jax.jit(xla_cpu(matrices=True).experts.routed)
-    compiled = routed.lower(gate_up, down, np.zeros((rows, 512), np.float32), r).compile()
+    own = OwnExperts(gate_up, down)
+    compiled = routed.lower(own, np.zeros((rows, 512), np.float32), r).compile()
     assert (memory := compiled.memory_analysis()) is not None
     assert memory.temp_size_in_bytes < np.prod(gate_up.shape)
 

@@ -67,7 +67,7 @@ class HandoverOptions:
 
 
 def address(where: str) -> tuple[str, int]:
-    """Host and port. Raises ConfigError."""
+    """Host and port of HOST:PORT. Raises ConfigError for another form."""
     host, _, port = where.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 2**16:
         raise ConfigError(f"{where!r:.80} is no address of a peer; expected HOST:PORT")

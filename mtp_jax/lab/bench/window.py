@@ -81,7 +81,8 @@ def time_windows(
 ) -> dict[int, list[float]]:
     """Seconds per call of ``verify`` for each width, over the same text; the widths alternate call by call.
 
-    Each call is at another place of the text, so that an MoE model visits different experts every time.
+    Each round calls all widths at one random place of the text, so that an MoE model visits other experts in
+    each round.
     """
     cfg, params = subject.config, subject.params
     cached, ids = _empty_cache(cfg, subject.dtype), np.asarray(text, np.int32)[None]

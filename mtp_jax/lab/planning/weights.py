@@ -21,7 +21,7 @@ class WeightFormat:
     Attributes:
         name: the name in printed tables.
         bytes: bytes of a weight, scales included.
-        rate: the format that tensor cores multiply.
+        rate: the format in which tensor cores multiply these weights, a key of ``Gpu.peak``.
         row: bytes of a value in the multiplied rows, as they travel between GPUs.
     """
 
