@@ -17,7 +17,8 @@ MOST = {
     "what for a noun": (r"(?i)\b(what|whatever|whoever|whichever)\b", 14),
     "a pronoun for a noun": (r"(?i)\b(ones|those|others)\b", 38),
     "a quantity without a number": (r"(?i)\b(so|as) (many|much|few)\b", 15),
-    "a sentence that begins with a preposition": (r"^(Of|By|For|As|With)\b", 36),
+    "a sentence that begins with a preposition": (r"^(Of|By|For|As|With)\b", 35),
+    "an error without its condition": (r"^Raises \w+(, \w+)*( (and|or) \w+)?\.$", 148),
 }
 # The same of docstrings, and of entries below Attributes and Args, that begin with a preposition.
 OPENED = re.compile(r"(?i)(of|by|for|as|with)\b")

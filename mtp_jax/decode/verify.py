@@ -57,8 +57,8 @@ def walk(
 ) -> Verdict:
     """Walk down a tree (``tree``), from the newest token to the child that is the target's token at its node.
 
-    The walk ends at a node without such a child, with the target's token there. Of children that are the same
-    token the first is taken. The emitted tokens are the target's at every node, under any tree.
+    The walk ends at a node without such a child, with the target's token there. The first of several
+    equal children is taken. The emitted tokens are the target's at every node, under any tree.
     """
     bits, index = lineage(parents), jnp.arange(drafts.shape[1])
     hit = (drafts == along(parents, target_ids)) & (drafts >= 0) & (index < num_drafts[:, None])

@@ -82,7 +82,7 @@ class Recursion:
     def drafts(
         self, params: Params, on: Backend, w: StateWindows, count: int, teacher: Float[Array, "B n V"]
     ) -> Iterator[Drafted]:
-        """The row at position i of a window drafts after token i + 1; draft k, from 0, is of token i + 2 + k."""
+        """The row at position i of a window drafts after token i + 1; draft k is of token i + 2 + k."""
         length = w.tokens.shape[1] - (count + 1)
         features = [w.states[k][:, :length].astype(jnp.float32) for k in self.features]
         together = w.text[:, :length, None] == w.text[:, None, :length]
