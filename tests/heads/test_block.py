@@ -14,7 +14,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.heads.blocks.declared import BlockHead
 from mtp_jax.heads.blocks.drafts import Blocks
 from mtp_jax.model import trunk
-from mtp_jax.model.attention import kind
+from mtp_jax.model.attention import place
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.config import ModelConfig
@@ -105,14 +105,14 @@ def test_the_candidates_of_dflash2():
 def test_rows_see_later_rows_of_their_block(monkeypatch: pytest.MonkeyPatch):
     """A block in which they do not is another one: the oracle's negative control."""
 
-    class Causal(kind.Whole):
+    class Causal(place.Whole):
         def __init__(self, rows: jax.Array, mask: jax.Array, *rest: Any) -> None:
             width = mask.shape[1]
             own = mask[:, :, -width:] & jnp.tri(width, dtype=bool)
             super().__init__(rows, jnp.concatenate([mask[:, :, :-width], own], axis=2))
 
     want = expected("dflash")["block_logits"]
-    monkeypatch.setattr(kind, "Whole", Causal)
+    monkeypatch.setattr(place, "Whole", Causal)
     forward.cache_clear()
     causal = forward("dflash")["logits"]
     forward.cache_clear()
