@@ -9,7 +9,7 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any, NoReturn
 
@@ -91,8 +91,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands: Subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    others = sorted(metadata.entry_points(group=_GROUP), key=lambda entry: entry.name)
-    for command in (*_COMMANDS, *(entry.load() for entry in others)):
+    for command in (*_COMMANDS, *_others()):
         command.register(commands)
     version = commands.add_parser("version", help="print versions")
     version.set_defaults(run=_print_version)
@@ -100,6 +99,15 @@ def make_parser() -> Parser:
     for command in commands.choices.values():
         command.siblings = commands.choices
     return parser
+
+
+def _others() -> Iterator[server.Command]:
+    """Commands of other rooms and packages. A package that cannot be imported costs its commands alone."""
+    for entry in sorted(metadata.entry_points(group=_GROUP), key=lambda entry: entry.name):
+        try:
+            yield entry.load()
+        except (ImportError, AttributeError) as error:
+            print(f"warning: {entry.name} ({entry.value}) is no command here: {error}", file=sys.stderr)
 
 
 def _actions() -> list[argparse.Action]:

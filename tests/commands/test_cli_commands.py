@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,9 +199,11 @@ def test_another_package_adds_a_command_and_an_option(capsys, monkeypatch):
         subparsers.choices["generate"].add_argument("--shout", action="store_true")
 
     entry = SimpleNamespace(name="greeting", load=lambda: SimpleNamespace(register=register))
-    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [entry])
+    broken = metadata.EntryPoint("broken", "no.such.module", "mtp_jax.commands")
+    monkeypatch.setattr(cli.metadata, "entry_points", lambda group: [entry, broken])
     assert cli.main(["greet"]) == 0
-    assert capsys.readouterr().out == "hello\n"
+    said = "warning: broken (no.such.module) is no command here: No module named 'no'\n"
+    assert capsys.readouterr() == ("hello\n", said)
     assert cli.main(["generate", "--help"]) == 0
     assert "--shout" in capsys.readouterr().out
     assert cli.main(["bench"]) == 2  # the laboratory is not hung in
