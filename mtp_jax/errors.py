@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-_NAMES_SHOWN = 12
+_NAMES_SHOWN = 12  # names in a message: a few lines of a terminal, which show the pattern
 _LONGEST_SHOWN = 200  # characters of a name: releases have 100 at most
 
 

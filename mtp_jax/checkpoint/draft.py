@@ -91,7 +91,7 @@ def _of_layer(cfg: ModelConfig, name: str) -> object:
 def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = None) -> Draft:
     """The NextN layers or the head of a separate folder for the model of ``cfg``.
 
-    The layout of NextN layers is told from the tensors. captures: see ``DraftHead.read``. Raises
+    Names of tensors show the layout of NextN layers. captures: see ``DraftHead.read``. Raises
     CheckpointError for a folder without NextN layers, or whose layers do not fit the model; ConfigError for a
     head that does not.
     """

@@ -77,7 +77,7 @@ class BatchWork:
         settings: settings of the server that answers.
         lines: number of lines without an answer.
         counts: counts the lines.
-        report: is told of phases and lines.
+        report: shows the phases, and the number of answered lines.
     """
 
     args: argparse.Namespace

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.tables import CHOSEN, EMBED, OFFSETS, OUT
@@ -11,7 +11,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.attention_config import OF_MLA
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_of
-from mtp_jax.model.head import DRAFT_HEAD, Captures, StoredTensor
+from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, StoredTensor
 
 # Marks of the names of architectures and types, in lower case: of heads that are read, and of heads that are
 # refused.
@@ -50,6 +50,32 @@ def with_layers(raw: JsonObject, tensors: Collection[str]) -> Literal["EAGLE-3",
         return None
     marks = {_OF_EAGLE3, _OF_BLOCKS} & short
     return "blocks" if (marks == {_OF_BLOCKS} if marks else blocks) else "EAGLE-3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredHead(DraftHead):
+    """A draft head with decoder layers of its own, in the folders of trainers and of speculators.
+
+    Attributes:
+        form: the answer of ``with_layers`` for its folders.
+    """
+
+    form: ClassVar[Literal["EAGLE-3", "blocks"]]
+
+    @property
+    def untuned(self) -> str | None:
+        """It is tuned."""
+        return None
+
+    @classmethod
+    def reads(cls, raw: JsonObject, tensors: Mapping[str, StoredTensor]) -> bool:
+        """Whether the tensors, or else config.json, tell of such a head."""
+        return with_layers(raw, tensors) == cls.form
+
+    @classmethod
+    def names(cls, names: Collection[str]) -> dict[str, str]:
+        """Names of EAGLE's, SGLang's, vLLM's, the trainers' and speculators' folders."""
+        return short_names(names)
 
 
 def refuse_unknown(raw: JsonObject, tensors: Mapping[str, StoredTensor], known: str) -> None:

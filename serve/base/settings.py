@@ -95,7 +95,7 @@ class Settings:
     )
     tool_parser: str = option(
         "auto",
-        "format in which the model writes calls of tools; auto: the one that its chat template shows",
+        "format in which the model writes calls of tools; auto: the format that its chat template shows",
         choices=("auto", *ToolUse.FORMATS),
         flag="--tool-parser",
     )

@@ -78,7 +78,7 @@ def weights(tied: bool = True) -> Weights:
 
 
 def frequencies(config: JsonObject) -> np.ndarray:
-    """As transformers computes them, one by one."""
+    """Computes the frequencies of rope one by one, as transformers does."""
     found = []
     for i in range(0, HEAD, 2):
         inv = config["rope_theta"] ** (-i / HEAD)

@@ -192,7 +192,7 @@ def test_version(capsys):
 
 
 def test_another_package_adds_a_command_and_an_option(capsys, monkeypatch):
-    """As the laboratory and the cluster do."""
+    """Entry points do it, as the entry points of the laboratory and the cluster."""
 
     def register(subparsers):
         subparsers.add_parser("greet", help="say hello").set_defaults(run=lambda args: print("hello") or 0)

@@ -1,15 +1,15 @@
 """A head that drafts blocks as it is declared: its folder, its sizes, its parameters."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.heads.reading import HeadFile, flag, said_kinds, short_names, taps_of, whole, with_layers
+from mtp_jax.heads.reading import HeadFile, LayeredHead, flag, said_kinds, taps_of, whole
 from mtp_jax.heads.tables import OUT, own_embedding, target_offset
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, StoredTensor, plain
+from mtp_jax.model.head import DRAFT_HEAD, Captures, StoredTensor, plain
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
 from mtp_jax.model.spec import Spec, parameters
 from mtp_jax.model.v4_specs import HyperHead
@@ -104,11 +104,11 @@ class BlockHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(DraftHead):
+class BlockConfig(LayeredHead):
     """A head that drafts a whole block in one pass: DFlash, DFlash2 or DSpark.
 
     Attributes:
-        layers: sizes of the head's layers; their vocabulary is the one that the head drafts from.
+        layers: sizes of the head's layers; the layers' vocabulary holds the tokens that the head drafts.
         block: number of rows of a block: the newest token, then masks.
         mask: the token id of a mask.
         anchored: ``sample_from_anchor``: row i is draft i + 1, so that there are as many drafts as rows; else
@@ -121,6 +121,7 @@ class BlockConfig(DraftHead):
         heads: whether it has an output table of its own.
     """
 
+    form = "blocks"
     drafts = "mtp_jax.heads.blocks.drafts:drafter"
 
     layers: ModelConfig
@@ -153,20 +154,6 @@ class BlockConfig(DraftHead):
     def rows(self) -> int:
         """All rows of a block."""
         return self.block
-
-    @property
-    def untuned(self) -> None:
-        """It is tuned."""
-
-    @classmethod
-    def reads(cls, raw: JsonObject, tensors: Collection[str]) -> bool:
-        """Whether there is a norm of contexts beside the product that fuses taps, or config.json says so."""
-        return with_layers(raw, tensors) == "blocks"
-
-    @classmethod
-    def names(cls, names: Collection[str]) -> dict[str, str]:
-        """Names of the trainers' and of speculators' folders."""
-        return short_names(names)
 
     @classmethod
     def read(

@@ -1,16 +1,16 @@
 """An EAGLE-3 head as it is declared: its folder, its sizes, its parameters."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.heads.reading import HeadFile, flag, short_names, taps_of, with_layers
+from mtp_jax.heads.reading import HeadFile, LayeredHead, flag, taps_of
 from mtp_jax.heads.tables import OUT, own_embedding, target_offset
 from mtp_jax.json_object import JsonObject, is_number
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_json
-from mtp_jax.model.head import DRAFT_HEAD, Captures, DraftHead, StoredTensor, plain
+from mtp_jax.model.head import DRAFT_HEAD, Captures, StoredTensor, plain
 from mtp_jax.model.layer_specs import Layer, Weight, block, norm, table
 from mtp_jax.model.spec import parameters
 
@@ -49,11 +49,11 @@ class Eagle3:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(DraftHead):
+class Eagle3Config(LayeredHead):
     """An EAGLE-3 head (arXiv 2503.01840, section 3.1): one layer over hidden states from inside the trunk.
 
     Attributes:
-        layer: sizes of the head's layer; its vocabulary is the one that the head drafts from.
+        layer: sizes of the head's layer; the layer's vocabulary holds the tokens that the head drafts.
         tap_norms: number of RMSNorms before the product that fuses the taps: one of each tap (``fc_norm``),
             one of all taps in a row (``norm_before_fc``), or none.
         normed_output: ``norm_output``: whether the state after the head's final norm is fed back, not the
@@ -63,6 +63,7 @@ class Eagle3Config(DraftHead):
         heads: whether it has an output table of its own.
     """
 
+    form = "EAGLE-3"
     trees = "grown"
     drafts = "mtp_jax.heads.eagle3.drafts:drafter"
 
@@ -82,20 +83,6 @@ class Eagle3Config(DraftHead):
     def sizes(self) -> ModelConfig:
         """Its layer."""
         return self.layer
-
-    @property
-    def untuned(self) -> None:
-        """It is tuned."""
-
-    @classmethod
-    def reads(cls, raw: JsonObject, tensors: Collection[str]) -> bool:
-        """Whether there is a product that fuses taps, or config.json says so."""
-        return with_layers(raw, tensors) == "EAGLE-3"
-
-    @classmethod
-    def names(cls, names: Collection[str]) -> dict[str, str]:
-        """Names of EAGLE's, SGLang's and vLLM's folders."""
-        return short_names(names)
 
     @classmethod
     def read(

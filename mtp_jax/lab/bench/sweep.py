@@ -40,7 +40,7 @@ class SweepLoad:
         requests: number per run; None: four times the concurrency, at least 16.
         prompt_tokens, max_tokens: number of tokens of every request.
         temperature: 0 is greedy.
-        rounds: number of runs of every mode at every level, after one that is not measured.
+        rounds: number of measured runs of every mode at every level; a run before them is not measured.
     """
 
     concurrency: Sequence[int]
