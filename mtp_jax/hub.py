@@ -40,7 +40,11 @@ def fetch(name: str, revision: str | None = None, *, weights: bool = True, quiet
     """
     try:
         from huggingface_hub import errors, snapshot_download
-        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+        from huggingface_hub.utils import (
+            are_progress_bars_disabled,
+            disable_progress_bars,
+            enable_progress_bars,
+        )
     except ImportError as error:
         raise ConfigError(
             f"there is no folder {name}, and a model of a hub needs huggingface_hub: "

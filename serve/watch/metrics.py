@@ -6,7 +6,13 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UntypedMetricFamily,
+)
 from prometheus_client.utils import floatToGoString
 
 from mtp_jax import AsyncLLM, EngineStats, RequestOutput, Stream
@@ -38,6 +44,7 @@ _LATENCY = (
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LABEL = "model_name"
+_SPECULATION = "vllm:spec_decode_"
 disable_created_metrics()  # a time of creation for each series
 
 
@@ -149,6 +156,9 @@ class _Engine:
         yield self._family(checked, {(str(i),): share for i, share in enumerate(self._alarm.at_start)})
         for name, (text, value) in _counters(s).items():
             yield self._family(CounterMetricFamily(name, text, labels=[_LABEL]), {(): value})
+            if name.startswith(_SPECULATION):  # queries of vLLM's older dashboards lack the ending _total
+                yield self._family(UntypedMetricFamily(name, text, labels=[_LABEL]), {(): value})
+        yield self._cache_config(s)
         for totals in (_totals(s), *(further() for further in self._allm.hooks.counters)):
             for (name, text, label), values in totals.items():
                 family = CounterMetricFamily(name, text, labels=[_LABEL, label])
@@ -179,6 +189,10 @@ class _Engine:
                 "Acceptance length that is forced, SYNTHETIC; 0: the model decides.",
                 law.length if law else 0,
             ),
+            f"{_SPECULATION}draft_acceptance_rate": (
+                "Drafts accepted over drafts verified, since the start; 0 before the first.",
+                s.accepted_tokens / max(s.draft_tokens, 1),
+            ),
             "mtp_jax:warming": ("Whether smaller programs are still being compiled.", allm.warming),
         }
         if s.realised_speedup is not None:
@@ -196,6 +210,20 @@ class _Engine:
             )
             gauges["mtp_jax:expert_imbalance_worst"] = ("The same of the worst layer.", s.experts.worst)
         return gauges
+
+    def _cache_config(self, stats: EngineStats) -> Metric:
+        """The size of the cache in labels: a router weighs a server's usage by it."""
+        engine = self._allm.about.engine
+        labels = {
+            "block_size": str(engine.page_size),
+            "num_gpu_blocks": str(stats.pages_total),
+            "cache_dtype": engine.kv_cache_dtype,
+            "enable_prefix_caching": str(engine.prefix_cache),
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "1, and the cache's size in labels.", labels=[_LABEL, *labels]
+        )
+        return self._family(family, {tuple(labels.values()): 1})
 
     def _inter_token(self, stats: EngineStats) -> Metric:
         gaps = stats.inter_token

@@ -10,6 +10,7 @@ import httpx2
 
 from mtp_jax import CompletionOutput, Speculation
 from mtp_jax.engine.balance import ExpertStats
+from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.stats import EngineStats, Histogram
 from mtp_jax.store.tier import TierStats
 from serve.watch.acceptance import AcceptanceAlarm
@@ -72,7 +73,7 @@ def still_metrics(alarm: AcceptanceAlarm | None = None, counters: Any = ()) -> M
     """Those of an engine that does nothing more."""
     allm: Any = SimpleNamespace(
         stats=lambda: STATS,
-        about=SimpleNamespace(simulated=False, engine=SimpleNamespace(law=None)),
+        about=SimpleNamespace(simulated=False, engine=EngineConfig()),
         admission=SimpleNamespace(requests=1, tokens=3),
         step_age=0.1,
         hooks=SimpleNamespace(counters=counters),

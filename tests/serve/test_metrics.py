@@ -128,6 +128,22 @@ def test_pages_in_the_hosts_memory_are_told():
     }
 
 
+def test_speculation_is_found_by_the_names_of_older_queries():
+    text = still_metrics().text().decode()
+    assert 'vllm:spec_decode_draft_acceptance_rate{model_name="tiny"} 0.6666' in text  # 4 of 6
+    for name, value in (("num_drafts", 3), ("num_draft_tokens", 6), ("num_accepted_tokens", 4)):
+        for ending in ("", "_total"):
+            assert f'vllm:spec_decode_{name}{ending}{{model_name="tiny"}} {value:.1f}\n' in text
+
+
+def test_a_router_reads_the_size_of_the_cache():
+    families = text_string_to_metric_families(still_metrics().text().decode())
+    (sample,) = (s for f in families for s in f.samples if s.name == "vllm:cache_config_info")
+    assert sample.value == 1
+    assert sample.labels["num_gpu_blocks"] == "8"
+    assert {"block_size", "cache_dtype", "enable_prefix_caching"} < {*sample.labels}
+
+
 def test_hand_overs_are_told_where_there_are_any():
     assert b"handover" not in still_metrics().text()
     told: Any = SimpleNamespace(server=None, peers=SimpleNamespace(received=5, failures={"late": 2}))
