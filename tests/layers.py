@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     ("foreign",),
     ("errors", "json_object", "machine", "options", "spread"),
-    ("wire",),
+    ("hub", "wire"),
     ("model", "text"),
     ("decode",),
     ("heads",),

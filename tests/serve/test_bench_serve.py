@@ -1,4 +1,4 @@
-"""`mtp-jax bench serve`: an open loop against this server, and against others that know less."""
+"""`mtp-jax bench serve`: load on this server, and on others that know less."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from mtp_jax import LLM
 from mtp_jax.commands import cli
 from mtp_jax.errors import ConfigError, MtpJaxError
-from mtp_jax.lab.bench import endpoint, traffic
+from mtp_jax.lab.bench import endpoint, plot, traffic
 from mtp_jax.lab.bench.endpoint import DraftCounts, address
 from tests.models import slowed
 from tests.serve.conftest import Running, start
@@ -31,8 +31,9 @@ Bench = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    """Runs the command; gives the JSON that it writes."""
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Runs the command, without its figure; gives the JSON that it writes."""
+    monkeypatch.setattr(plot, "can_draw", lambda: False)
 
     def run(url: str, *given: object) -> dict[str, Any]:
         out = tmp_path / "out.json"
@@ -128,7 +129,7 @@ def test_this_server_is_measured_with_its_drafts(server: Running, bench: Bench):
         found = bench(server.url + "/v1/", "--rates", "inf,200", *sizes, "--arrivals", "fixed")
     after = engine.stats()
     levels = found["figures"]["levels"]
-    assert [level["rate"] for level in levels] == ["inf", 200.0]
+    assert [level["level"] for level in levels] == ["inf", 200.0]
     for level in levels:
         latencies = level["latencies"]
         assert (level["answered"], level["failures"], level["counts"]) == (6, {}, "chunks")
@@ -291,6 +292,39 @@ def test_requests_come_at_their_time_whatever_became_of_others(bench: Bench):
     assert (level["answered"], level["failures"]) == (5, {})
 
 
+def test_a_closed_loop_keeps_each_client_busy(tmp_path: Path, capsys):
+    """The server answers when every client has asked, so a loop with fewer clients would hang."""
+    trial = iter([True])
+    waiting = {1: threading.Barrier(1), 3: threading.Barrier(3)}
+    lock, seen = threading.Lock(), []
+    now = 0
+
+    def answer(body: dict[str, Any]) -> Iterator[bytes]:
+        nonlocal now
+        if not next(trial, False):
+            with lock:
+                now += 1
+                seen.append(now)
+                level = 1 if len(seen) <= 6 else 3
+            waiting[level].wait(60)
+            with lock:
+                now -= 1
+        yield said(content="a")
+        yield said("stop")
+
+    out = tmp_path / "out.json"
+    with running(answer) as url:
+        given = [url, "--api", "chat", "--concurrency", "1,3", "--requests", "6", "--prompt-tokens", "2"]
+        assert cli.main(["bench", "serve", *given, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["figures"]
+    assert found["loop"] == "Closed loop, 6 requests per level"
+    assert [(f["level"], f["answered"]) for f in found["levels"]] == [(1, 6), (3, 6)]
+    assert max(seen[:6]) == 1
+    assert max(seen[6:]) == 3
+    assert "at a time" in capsys.readouterr().out
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_drafts_of_a_server_that_began_anew_are_not_told():
     before, after = DraftCounts(10, 30, 12, (8, 4)), DraftCounts(14, 42, 20, (12, 7, 1))
     found = after.since(before)
@@ -315,6 +349,8 @@ def test_wrong_usage_is_one_line(capsys):
         (["http://h", "--extra-body", "[" * 10**5], "is not a JSON object"),
         (["http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: ConnectError; start it"),
         (["http://h", "--rates", "0"], "'0' is not a list of numbers above 0; write 0.5,2,inf"),
+        (["http://h", "--rates", "1", "--concurrency", "2"], "not allowed with argument --rates"),
+        (["http://h", "--arrivals", "fixed", "--concurrency", "2"], "--arrivals fixed has no effect beside"),
         (["http://h", "--spread", "1.5"], "'1.5' is not a number from 0 to 1"),
         (["http://h", "--extra-body", "[1]"], "'[1]' is not a JSON object"),
         (["http://h", "--sharegpt", "a", "--vocabulary", "3"], "not allowed with argument"),

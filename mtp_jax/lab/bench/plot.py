@@ -21,8 +21,9 @@ def can_draw() -> bool:
 
 
 def draw(report: Report, path: Path, made_by: JsonMapping) -> None:
-    """Write a PNG of ``report``, whose figures have "levels" (by concurrency) or "depths".
+    """Write a PNG of ``report``.
 
+    report: its figures have "depths", or "levels" by mode and concurrency, or "levels" of a server's "loop".
     made_by: the argument of ``report.write``; it is written below the figure.
     """
     import matplotlib  # imported here: slow
@@ -33,6 +34,8 @@ def draw(report: Report, path: Path, made_by: JsonMapping) -> None:
     figure, axes = pyplot.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     if "depths" in report.figures:
         _depths(report.figures["depths"], axes.flat)
+    elif "loop" in report.figures:
+        _served(report.figures["levels"], report.headers[0], axes.flat)
     else:
         _levels(report.figures["levels"], axes.flat)
     figure.suptitle(report.title)
@@ -106,6 +109,39 @@ def _acceptance(levels: Sequence[JsonMapping], colours: Mapping[str, str], axis:
         ylim=(0, 1.02),
     )
     axis.grid(alpha=0.3)
+
+
+def _served(levels: Sequence[JsonMapping], unit: str, axes: "Iterable[Axes]") -> None:
+    """Throughput over latency and over load, latencies, and acceptance. unit: the levels' unit."""
+    names = [str(f["level"]) for f in levels]
+    at = range(len(levels))
+    over, throughput, first, per_token, whole, accepted = axes
+    per_user = [f["latencies"].tpot.p50 * 1e3 for f in levels]
+    for name, key in (("all tokens", "total_tokens_per_second"), ("generated", "output_tokens_per_second")):
+        values = [f[key] for f in levels]
+        over.plot(per_user, values, "o-", label=name, markersize=4)
+        throughput.plot(at, values, "o-", label=name, markersize=4)
+        for name, x, y in zip(names, per_user, values, strict=True):
+            over.annotate(f" {name}", (x, y), fontsize="small")
+    over.set(title=f"tokens/s over latency; at each point, {unit}", xlabel="time per output token, p50, ms")
+    throughput.set(title="throughput, tokens/s", xlabel=unit)
+    for axis, latency, title in (
+        (first, "ttft", "time to first token, ms"),
+        (per_token, "tpot", "time per output token, ms"),
+        (whole, "e2e", "end to end, ms"),
+    ):
+        for percentile, style in (("p50", "o-"), ("p99", "x:")):
+            values = [getattr(getattr(f["latencies"], latency), percentile) * 1e3 for f in levels]
+            axis.plot(at, values, style, label=percentile, markersize=4)
+        axis.set(title=title, xlabel=unit)
+    for axis in (throughput, first, per_token, whole):
+        axis.set_xticks(at, names)
+    for axis in (over, throughput, first, per_token, whole):
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    _acceptance([{**f, "mode": "", "concurrency": f["level"]} for f in levels], {"": _COLOURS[1]}, accepted)
+    accepted.set_title(f"drafts accepted by position; at each line's end, {unit}")
 
 
 def _depths(depths: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:

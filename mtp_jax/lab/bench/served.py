@@ -1,4 +1,8 @@
-"""An open loop against a running server: a request is sent at its time, even while earlier requests wait."""
+"""Load on a running server, from outside: an open loop, or a closed one.
+
+In an open loop a request is sent at its time, even while earlier requests wait, so that a queue shows. In a
+closed loop each client sends its next request when its last one is answered, so that the server's most shows.
+"""
 
 import asyncio
 import math
@@ -38,18 +42,23 @@ class ServerLoad:
     """Load on a server.
 
     Attributes:
-        rates: requests per second; each is a level, one after the other. inf: all at once. requests: number
-        of requests of each level.
-        arrivals: spacing of requests, "poisson" or "fixed".
+        levels: requests per second, inf: all at once; in a closed loop, requests at a time. One level is
+        measured after the other.
+        requests: number of requests of each level.
+        arrivals: spacing of requests, "poisson" or "fixed"; None: the loop is closed.
         seed: seed of arrivals and of the order of prompts.
         seconds: seconds without new data after which a request has failed.
     """
 
-    rates: Sequence[float]
+    levels: Sequence[float]
     requests: int
-    arrivals: Arrivals
+    arrivals: Arrivals | None
     seed: int
     seconds: float
+
+    def told(self, level: float) -> str:
+        """A level in words."""
+        return f"{level:g} requests at a time" if self.arrivals is None else f"{level:g} requests per second"
 
 
 def run(
@@ -60,30 +69,30 @@ def run(
     fields: fields of every request. The environment's OPENAI_API_KEY is the server's key. Raises ConfigError
     for an address that is none, MtpJaxError if no server answers, or no request of a level is answered.
     """
-    given = prompts.take(load.requests * len(load.rates), load.seed)
+    given = prompts.take(load.requests * len(load.levels), load.seed)
     headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY)) else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     # The environment's proxy is not used, as it would be measured, too.
     http = httpx2.AsyncClient(
         base_url=address(url), headers=headers, timeout=load.seconds, limits=limits, trust_env=False
     )
-    levels: list[RateLevel] = []
+    levels: list[ServedLevel] = []
     with asyncio.Runner() as runner:
         try:
             endpoint = runner.run(connect(http, api, model, fields, given[0]))
-            for i, rate in enumerate(load.rates):
+            for i, level in enumerate(load.levels):
                 asked = given[i * load.requests :][: load.requests]
-                levels.append(runner.run(_level(endpoint, rate, asked, load)))
+                levels.append(runner.run(_measured(endpoint, level, asked, load)))
                 yield _report(url, endpoint, prompts, load, levels)
         finally:
             runner.run(http.aclose())
 
 
 @dataclass(frozen=True)
-class RateLevel:
-    """Results of one rate."""
+class ServedLevel:
+    """Results of one level."""
 
-    rate: float
+    level: float
     summary: LatencySummary
     answers: Sequence[Answered]
     drafts: DraftCounts | None
@@ -108,19 +117,20 @@ class RateLevel:
         """Cells of the table."""
         failed, length = self.failures.total(), f"{self.drafts.acceptance_length:.2f}" if self.drafts else "-"
         done = f"{self.answered / self.summary.seconds:.2f}"
-        return (f"{self.rate:g}", done, self.answered, failed, length, *row([self.summary]))
+        return (f"{self.level:g}", done, self.answered, failed, length, *row([self.summary]))
 
     @property
     def figures(self) -> JsonObject:
         """All results, for JSON."""
         seconds, prompt_tokens = self.summary.seconds, sum(a.prompt_tokens for a in self.answers)
         return {
-            "rate": self.rate if math.isfinite(self.rate) else "inf",  # JSON has no infinity
+            "level": self.level if math.isfinite(self.level) else "inf",  # JSON has no infinity
             "answered": self.answered,
             "answered_per_second": self.answered / seconds,
             "counts": self.counts,
             "output_tokens_per_second": self.summary.rate,
             "prompt_tokens_per_second": prompt_tokens / seconds,
+            "total_tokens_per_second": self.summary.rate + prompt_tokens / seconds,
             "prompt_tokens": prompt_tokens,
             "failures": dict(self.failures),
             "acceptance_length": self.drafts.acceptance_length if self.drafts else None,
@@ -136,28 +146,46 @@ def _least(counts: Sequence[Counting]) -> Counting:
     return max(counts, key=get_args(Counting).index)
 
 
-async def _level(
-    endpoint: Endpoint, rate: float, prompts: Sequence[TrafficPrompt], load: ServerLoad
-) -> RateLevel:
-    """Measure one rate; only complete answers count. Raises MtpJaxError if there is none."""
+async def _measured(
+    endpoint: Endpoint, level: float, prompts: Sequence[TrafficPrompt], load: ServerLoad
+) -> ServedLevel:
+    """Measure one level; only complete answers count. Raises MtpJaxError if there is none."""
     before = await drafted(endpoint.http)
     start = time.perf_counter()
-    due = [start + after for after in schedule(len(prompts), rate, load.arrivals, load.seed)]
+    if load.arrivals is None:
+        answers = await _closed(endpoint, int(level), prompts)
+    else:
+        due = [start + after for after in schedule(len(prompts), level, load.arrivals, load.seed)]
+        answers = await _open(endpoint, due, prompts)
+    after = await drafted(endpoint.http)
+    whole = [a.timeline for a in answers if not a.failure]
+    seconds = max((t.sent + t.end - start for t in whole if t.arrivals), default=0.0)
+    drafts = after.since(before) if before and after else None
+    found = ServedLevel(level, LatencySummary.of(whole, seconds), answers, drafts)
+    if not found.summary.requests:
+        reasons = "; ".join(f"{n} x {why}" for why, n in found.failures.most_common(_SHOWN_FAILURES))
+        raise MtpJaxError(f"no request of {load.told(level)} was answered: {reasons or 'without a token'}")
+    return found
+
+
+async def _open(endpoint: Endpoint, due: Sequence[float], prompts: Sequence[TrafficPrompt]) -> list[Answered]:
+    """Send each request at its time. due: seconds of ``perf_counter``."""
 
     async def one(prompt: TrafficPrompt, at: float) -> Answered:
         await sleep_until(at)
         return await endpoint.ask(prompt, at)
 
-    answers = await asyncio.gather(*(one(prompt, at) for prompt, at in zip(prompts, due, strict=True)))
-    after = await drafted(endpoint.http)
-    whole = [a.timeline for a in answers if not a.failure]
-    seconds = max((t.sent + t.end - start for t in whole if t.arrivals), default=0.0)
-    drafts = after.since(before) if before and after else None
-    level = RateLevel(rate, LatencySummary.of(whole, seconds), answers, drafts)
-    if not level.summary.requests:
-        reasons = "; ".join(f"{n} x {why}" for why, n in level.failures.most_common(_SHOWN_FAILURES))
-        raise MtpJaxError(f"no request at {rate:g} per second was answered: {reasons or 'without a token'}")
-    return level
+    return await asyncio.gather(*(one(prompt, at) for prompt, at in zip(prompts, due, strict=True)))
+
+
+async def _closed(endpoint: Endpoint, many: int, prompts: Sequence[TrafficPrompt]) -> list[Answered]:
+    """Keep ``many`` requests on their way until no prompt is left."""
+    left = iter(prompts)
+
+    async def client() -> list[Answered]:
+        return [await endpoint.ask(prompt, time.perf_counter()) for prompt in left]
+
+    return [answer for own in await asyncio.gather(*(client() for _ in range(many))) for answer in own]
 
 
 def _report(
@@ -165,7 +193,7 @@ def _report(
     endpoint: Endpoint,
     prompts: Traffic,
     load: ServerLoad,
-    levels: Sequence[RateLevel],
+    levels: Sequence[ServedLevel],
 ) -> Report:
     counted = {
         "chunks": "Tokens are the server's count in every chunk.",
@@ -173,17 +201,26 @@ def _report(
         "none": "The server counts no tokens: each chunk is one, and several may have come in it.",
     }[_least([level.counts for level in levels])]
     failures = sum((level.failures for level in levels), Counter[str]())
+    loop, since = f"Open loop, {load.requests} requests per rate, {load.arrivals} arrivals", "due"
+    if load.arrivals is None:
+        loop, since = f"Closed loop, {load.requests} requests per level", "sent"
     notes = [
-        f"Open loop, {load.requests} requests per rate, {load.arrivals} arrivals, seed {load.seed}; "
-        f"{prompts.source}; {endpoint.api} of {endpoint.fields['model']}.",
-        "Latencies: p50 / p90 / p99 of whole answers; TTFT and end to end since a request was due. "
+        f"{loop}, seed {load.seed}; {prompts.source}; {endpoint.api} of {endpoint.fields['model']}.",
+        f"Latencies: p50 / p90 / p99 of whole answers; TTFT and end to end since a request was {since}. "
         "Acceptance length: of all steps in which the server verified drafts meanwhile, by its /metrics; "
         f"-: it tells of none. {counted}",
         *(f"FAILED, {n} times: {why}" for why, n in failures.most_common(_SHOWN_FAILURES)),
     ]
-    headers = ("requests/s", "answered/s", "answered", "failed", "acceptance length", *HEADERS)
+    headers = (
+        "at a time" if load.arrivals is None else "requests/s",
+        "answered/s",
+        "answered",
+        "failed",
+        "acceptance length",
+        *HEADERS,
+    )
     rows, figures = [level.row for level in levels], [level.figures for level in levels]
-    found = {"model": endpoint.fields["model"], "levels": figures}
-    report = Report(f"Served load: {url}", headers, rows, notes, found, len(load.rates) - len(levels))
+    found = {"model": endpoint.fields["model"], "loop": loop, "levels": figures}
+    report = Report(f"Served load: {url}", headers, rows, notes, found, len(load.levels) - len(levels))
     lengths = {level.drafts.forced for level in levels if level.drafts and level.drafts.forced}
     return forced(report, f"{MARK} acceptance: length {max(lengths):.4g}") if lengths else report

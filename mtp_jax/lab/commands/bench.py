@@ -45,6 +45,7 @@ _DESCRIPTION = """\
 Measure something, print a table, and write JSON with the exact command, versions, machine and load. Variants
 are compared in alternating runs. Nothing else should run meanwhile (docs/benchmarks.md)."""
 _CONCURRENCY = [1, 2, 4, 8, 16, 32, 64]
+_RATES = [1.0, 2.0, 4.0]
 _LONGEST_NAME = 100  # characters of a subject in a file's name; file systems allow 255 bytes in all
 _numbers = numbers(math.isfinite)
 _rates = numbers(lambda rate: rate > 0, " above 0", "0.5,2,inf")
@@ -118,7 +119,7 @@ def register(subparsers: Subparsers) -> None:
     _add_compile_cache(sub)
 
     _register_gpu(command("gpu", _gpu, "whole steps on one GPU, with random weights of a large model"))
-    _register_serve(command("serve", _serve, "an open loop against a server that runs, with OpenAI's API"))
+    _register_serve(command("serve", _serve, "load on a server that runs, with OpenAI's API", plotted=True))
 
 
 def _register_gpu(sub: Parser) -> None:
@@ -149,21 +150,17 @@ def _register_serve(sub: Parser) -> None:
     sub.add_argument("--model", metavar="NAME", help="as the server names it (default: its first)")
     api = "route to ask (default: chat for prompts of a file, completions for random ones)"
     sub.add_argument("--api", choices=("completions", "chat"), help=api)
-    add_value(
-        sub,
-        "--rates",
-        [1.0, 2.0, 4.0],
-        "requests per second, one after the other; inf: at once",
-        _rates,
-        "R,...",
-    )
+    loop = sub.add_mutually_exclusive_group()
+    rates = "open loop: requests per second, one after the other; inf: at once (default: 1,2,4)"
+    loop.add_argument("--rates", type=_rates, metavar="R,...", help=rates)
+    closed = "closed loop: requests at a time; each is sent when another is answered"
+    loop.add_argument("--concurrency", type=counts, metavar="N,...", help=closed)
     sub.add_argument(
         "--arrivals",
         choices=("poisson", "fixed"),
-        default="poisson",
-        help="gaps between requests: random, or equal (default: poisson)",
+        help="gaps between requests of an open loop: random, or equal (default: poisson)",
     )
-    add_value(sub, "--requests", 100, "per rate", positive, "N")
+    add_value(sub, "--requests", 100, "per rate, or per number of requests at a time", positive, "N")
     add_value(sub, "--seed", 0, "of arrivals and prompts", int, "N")
     prompts = sub.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -281,17 +278,24 @@ def _serve(a: Arguments) -> Reports:
 
     if a.category and not a.speed_bench:
         raise ConfigError("--category has no effect without --speed-bench FILE; add it, or leave it out")
+    if a.concurrency and a.arrivals:
+        raise ConfigError(
+            f"--arrivals {a.arrivals} has no effect beside --concurrency: a request is sent when another "
+            "is answered; leave one of them out"
+        )
+    levels = a.concurrency or a.rates or _RATES
     if a.sharegpt:
         prompts = traffic.sharegpt(a.sharegpt)
     elif a.speed_bench:
         prompts = traffic.speed_bench(a.speed_bench, a.category)
     else:
-        count = a.requests * len(a.rates)
+        count = a.requests * len(levels)
         prompts = traffic.random_prompts(count, a.prompt_tokens, a.spread, a.vocabulary, a.seed)
     api = a.api or ("chat" if a.sharegpt or a.speed_bench else "completions")
     fields = {"max_tokens": a.max_tokens, "temperature": a.temperature}
     fields |= {"ignore_eos": True} if a.ignore_eos else {}
-    load = served.ServerLoad(a.rates, a.requests, a.arrivals, a.seed, a.timeout)
+    arrivals = None if a.concurrency else a.arrivals or "poisson"
+    load = served.ServerLoad(levels, a.requests, arrivals, a.seed, a.timeout)
     yield from served.run(a.url, api, a.model, fields | a.extra_body, prompts, load)
 
 
