@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from mtp_jax import CompletionOutput, JsonObject, RequestOutput, Speculation, Stream
 from serve.answers.calls import Call
-from serve.answers.shapes import speculation_metrics, usage
+from serve.answers.shapes import speculation_metrics, time_metrics, usage
 from serve.base.state import Server
 from serve.bodies.schema import CallBody
 
@@ -29,6 +29,7 @@ class ChoicesCall(Call):
         """name: the answer's id, by which its prompts were submitted."""
         super().__init__(server, request, streams, body.stream)
         self._speculative, self._options = body.speculative, body.stream_options
+        self._times = body.tells_times(server.settings.request_metrics)
         self._tells_tokens = bool(body.return_token_ids or body.return_token_origins)
         self._ended: dict[int, bool] = {}  # of choices that the client has received, whether they have ended
         self._speculation = Speculation()
@@ -89,11 +90,14 @@ class ChoicesCall(Call):
         return self._head | {"object": kind, "model": self.request.state.model, "choices": choices}
 
     def _totals(self) -> JsonObject:
-        """Token counts, and the results of drafting: null for several completions, absent at level "none"."""
+        """Token counts; times and the results of drafting, as requested: null for several completions."""
         level = (self._speculative and self._speculative.metrics) or self.server.settings.spec_metrics
-        if level == "none":
+        if level == "none" and not self._times:
             return {"usage": self.usage()}
-        depth = self.server.allm.about.engine.num_speculative_tokens
-        one = sum(len(o.outputs) for o in self.last.values()) == 1 and depth > 0
-        found = speculation_metrics(self._speculation, level, depth) if one else None
-        return {"usage": self.usage(), "metrics": {"speculative_decoding": found}}
+        depth, outputs = self.server.allm.about.engine.num_speculative_tokens, [*self.last.values()]
+        one = sum(len(o.outputs) for o in outputs) == 1
+        metrics = time_metrics(outputs[0], self._speculation) if one and self._times else {}
+        if level != "none":
+            found = speculation_metrics(self._speculation, level, depth) if one and depth > 0 else None
+            metrics["speculative_decoding"] = found
+        return {"usage": self.usage(), "metrics": metrics or None}

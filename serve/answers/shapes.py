@@ -59,6 +59,30 @@ def speculation_metrics(s: Speculation, level: SpecMetrics, depth: int) -> JsonO
     return metrics
 
 
+def time_metrics(output: RequestOutput, s: Speculation) -> JsonObject:
+    """Times of a request with one completion by the names of vLLM's ``metrics``, and counts of its tokens.
+
+    Times are in milliseconds, and null where nothing was measured: an answer of one token has no time between
+    tokens. ``tokens_per_second`` counts the tokens after the first. output: the last one. s: all its drafts.
+    """
+    (c,), t = output.outputs, output.timing
+    gaps = c.num_tokens - 1 if c.decode_seconds else 0
+
+    def milliseconds(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds * 1e3, 3)
+
+    return {
+        "queue_time_ms": milliseconds(t.admitted),
+        "time_to_first_token_ms": milliseconds(t.first_token),
+        "generation_time_ms": milliseconds(c.decode_seconds),
+        "mean_itl_ms": milliseconds(c.decode_seconds / gaps) if c.decode_seconds and gaps > 0 else None,
+        "tokens_per_second": gaps / c.decode_seconds if c.decode_seconds and gaps > 0 else None,
+        "cached_tokens": output.cached_tokens,
+        "draft_tokens": s.drafted,
+        "accepted_draft_tokens": s.accepted,
+    }
+
+
 def without_tokens(output: RequestOutput) -> RequestOutput:
     """The output of a request for no tokens, which the engine answers with one."""
 

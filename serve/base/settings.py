@@ -141,6 +141,12 @@ class Settings:
         flag="--per-request-spec-decode-metrics",
     )
 
+    request_metrics: bool = option(
+        False,
+        "times of a request in completions, chats and responses that do not ask; in streams with the usage",
+        flag="--enable-per-request-metrics",
+    )
+
     acceptance_floor: float = _share(
         0.2, "warn when fewer of the drafter's first drafts are accepted; 0: never"
     )

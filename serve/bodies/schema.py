@@ -168,6 +168,11 @@ class CallBody(Sampling):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
+    include_metrics: bool | None = None
+
+    def tells_times(self, unasked: bool) -> bool:
+        """Whether the answer has the request's times. unasked: where the client does not say."""
+        return unasked if self.include_metrics is None else self.include_metrics
 
     @property
     def names_ids(self) -> bool:

@@ -12,6 +12,8 @@ from serve.base.settings import Settings
 from serve.routes.route import Route
 
 _PLAIN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+# Version, trace, the client's span, flags: W3C Trace Context, section 3.2.
+_TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MOST_HEADER_BYTES = 16 * 1024
 _READING = ("GET", "HEAD")
 
@@ -31,6 +33,11 @@ class Headers:
         """The client's id of the request, if that is safe to return and to log."""
         given = self.get(b"x-request-id")
         return given.decode() if _PLAIN_ID.fullmatch(given) else None
+
+    def trace(self) -> str | None:
+        """The client's place in a trace, W3C's ``traceparent``; None where there is no valid one."""
+        given = self.get(b"traceparent")
+        return given.decode() if _TRACE.fullmatch(given) else None
 
 
 class Access:

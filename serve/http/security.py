@@ -56,7 +56,8 @@ class AccessControl:
             self._server.metrics.responded(route.path if route else "other", status)
             shown = name if given in (b"", name) else given[:_SHOWN_BYTES]
             quiet = route is not None and route.quiet and status < _FIRST_ERROR
-            log_request(scope, shown, status, time.perf_counter() - started, quiet)
+            seconds = time.perf_counter() - started
+            log_request(scope, shown, status, seconds, headers.trace(), quiet=quiet)
 
     def _refusal(self, method: str, route: Route | None, headers: Headers) -> ApiError | None:
         """The error that refuses a request; None if it may reach its route."""

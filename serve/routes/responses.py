@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mtp_jax import JsonObject
+from mtp_jax import JsonObject, RequestOutput, Speculation
 from serve.answers.asking import Submitted, ask, counted
 from serve.answers.assistant import AssistantCall
 from serve.answers.blocks import Block, Change
 from serve.answers.inputs import arguments
+from serve.answers.shapes import time_metrics
 from serve.base.errors import ApiError
 from serve.base.ids import new_id
 from serve.base.json_answer import JsonAnswer
@@ -58,6 +59,8 @@ class _Responses(AssistantCall):
         self._body, self._created = body, int(time.time())
         self._ids: dict[int, str] = {}
         self._number = -1
+        self._times = body.tells_times(server.settings.request_metrics)
+        self._drafts = Speculation()
 
     def answer(self) -> JsonObject:
         """A response."""
@@ -104,6 +107,11 @@ class _Responses(AssistantCall):
                 yield self._event("response.content_part.done", {"part": _part(block, block.text)} | of)
             whole = self._item(block)
             yield self._item_event("done", block, whole)
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """Take an output, and add up the results of drafting."""
+        self._drafts += output.speculation
+        return super().take(output)
 
     def end(self) -> Iterable[JsonObject]:
         """The event of the end, with the whole response."""
@@ -177,6 +185,7 @@ class _Responses(AssistantCall):
             "truncation": "disabled",
             "weight_version": self.weight_version,
             **self.server.fingerprint,
+            **({"metrics": time_metrics(self.last[0], self._drafts)} if self._times and self.last else {}),
             "usage": None
             if status == "in_progress"
             else {

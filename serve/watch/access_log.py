@@ -74,14 +74,20 @@ def record_of(scope: Scope) -> Record:
     return scope.setdefault("state", {}).setdefault(_KEY, Record())
 
 
-def log_request(scope: Scope, name: bytes, status: int, seconds: float, quiet: bool = False) -> None:
-    """Log the line of a request; the client's text is escaped. quiet: log at the level DEBUG."""
+def log_request(
+    scope: Scope, name: bytes, status: int, seconds: float, trace: str | None = None, *, quiet: bool = False
+) -> None:
+    """Log the line of a request; the client's text is escaped.
+
+    trace: the request's place in the client's trace, W3C's ``traceparent``. quiet: log at the level DEBUG.
+    """
     about = {
         "id": _printable(name.decode("latin-1")),
         "method": scope["method"],
         "path": _printable(scope["path"].encode().decode("latin-1")),
         "status": status,
         "seconds": round(seconds, 3),
+        **({"traceparent": trace} if trace else {}),
     }
     _write(about | record_of(scope).fields(), logging.DEBUG if quiet else logging.INFO)
 
@@ -103,6 +109,8 @@ def _text(about: JsonObject) -> str:
         reasons = ", ".join(about["finish_reasons"]) or "unfinished"
         line += ", {prompt_tokens} prompt tokens, {completion_tokens} completion tokens, ".format_map(about)
         line += reasons
+    if "traceparent" in about:
+        line += ", trace {traceparent}".format_map(about)
     return ": ".join(filter(None, (line, about.get("error"))))
 
 

@@ -237,7 +237,9 @@ class _Engine:
         return family
 
     def _family(
-        self, family: CounterMetricFamily | GaugeMetricFamily, values: dict[tuple[str, ...], float]
+        self,
+        family: CounterMetricFamily | GaugeMetricFamily | UntypedMetricFamily,
+        values: dict[tuple[str, ...], float],
     ) -> Metric:
         for labels, value in values.items():
             family.add_metric([self._name, *labels], value)

@@ -37,6 +37,17 @@ def test_tokens_and_finish_reasons(server: Running, lines, stream):
     assert lines()[0].endswith(" s, 8 prompt tokens, 8 completion tokens, length")
 
 
+def test_the_place_in_a_trace(server: Running, lines):
+    place = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    variant = server.variant()
+    for given in (place, place.upper(), place + "\x1b[2J", "x" * 10_000):
+        assert variant.post("/v1/completions", json=SHORT, headers={"traceparent": given}).status_code == 200
+    told, *untold = lines()
+    assert told.endswith(f", length, trace {place}")
+    assert len(untold) == 3
+    assert not [line for line in untold if "trace" in line]
+
+
 def test_the_reason_of_a_refusal(server: Running, lines):
     variant = server.variant(api_keys=("k",))
     assert variant.post("/v1/completions", json=SHORT).status_code == 401

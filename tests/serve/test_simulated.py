@@ -129,3 +129,36 @@ def test_what_needs_weights_is_refused(folder: Path):
 def test_rates_that_are_none(capsys, rates):
     assert cli.main(["serve", "--simulate", rates]) == 2
     assert "is not a list of numbers from 0 to 1" in capsys.readouterr().err
+
+
+def test_an_answer_has_its_times_if_it_is_asked_for_them(asked: httpx2.Client):
+    body = {"prompt": [5, 9], "max_tokens": 30, "ignore_eos": True, "temperature": 0}
+    plain = asked.post("/v1/completions", json=body).json()["metrics"]
+    assert plain.keys() == {"speculative_decoding"}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = asked.post("/v1/completions", json=body | stream | {"include_metrics": True}).text
+    last = streamed.strip().split("\n\n")[-2]  # before [DONE]
+    whole = asked.post("/v1/completions", json=body | {"include_metrics": True}).json()
+    conversation = {"input": "abc", "max_output_tokens": 30, "include_metrics": True}
+    response = asked.post("/v1/responses", json=conversation).json()
+    for answer in (whole, json.loads(last.removeprefix("data: ")), response):
+        found, usage = answer["metrics"], answer["usage"]
+        gaps = (usage.get("completion_tokens") or usage["output_tokens"]) - 1
+        assert 0 <= found["queue_time_ms"] <= found["time_to_first_token_ms"]
+        assert found["mean_itl_ms"] * gaps == pytest.approx(found["generation_time_ms"], rel=1e-3)
+        assert found["tokens_per_second"] * found["mean_itl_ms"] == pytest.approx(1000, rel=1e-3)
+        assert 0 < found["accepted_draft_tokens"] <= found["draft_tokens"]
+        assert found["cached_tokens"] >= 0
+    drafts = whole["metrics"]["speculative_decoding"]
+    assert drafts["num_draft_tokens"] == whole["metrics"]["draft_tokens"]
+    several = asked.post("/v1/completions", json=body | {"n": 2, "include_metrics": True}).json()["metrics"]
+    assert several == {"speculative_decoding": None}
+
+
+def test_an_operator_may_have_times_in_every_answer(running: Running):
+    variant = running.variant(spec_metrics="none", request_metrics=True)
+    body = {"prompt": [5], "max_tokens": 1, "ignore_eos": True}
+    found = variant.post("/v1/completions", json=body).json()["metrics"]
+    assert (found["mean_itl_ms"], found["tokens_per_second"]) == (None, None)
+    assert found["time_to_first_token_ms"] > 0
+    assert "metrics" not in variant.post("/v1/completions", json=body | {"include_metrics": False}).json()
