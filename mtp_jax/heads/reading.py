@@ -19,6 +19,7 @@ _EAGLE3, _BLOCKS = "eagle3", ("dflash", "dspark")
 _OTHERS = {
     "domino": "Domino projectors are not supported",
     "eagle3moe": "EAGLE-3 heads with experts are not supported",
+    "medusa": "Medusa heads are an example of --drafter (docs/research.md)",
 }
 _LAYER = re.compile(r"(?:midlayer|layers\.(\d{1,9}))\.(.+)")
 _FUSE, _OF_EAGLE3, _OF_BLOCKS = "fc.weight", "layers.0.hidden_norm.weight", "hidden_norm.weight"
