@@ -30,7 +30,6 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.validate import check_config
 from mtp_jax.heads.blocks.declared import BlockHead
-from mtp_jax.heads.medusa.declared import MedusaTree
 from mtp_jax.model import nextn, trunk
 from mtp_jax.model.attention_config import OF_MLA
 from mtp_jax.model.config import GqaConfig, ModelConfig
@@ -120,9 +119,10 @@ def rigged(
     if cfg.hyper:  # one product for the token, another for each stream
         through = np.eye(cfg.hidden_size)
     merges = [replace(m, layer=quiet(m.layer), merge=through + noise * m.merge) for m in raw.nextn]
-    layers, drafter = tuple(quiet(layer) for layer in raw.layers), raw.drafter
-    if isinstance(drafter, MedusaTree):
-        drafter = MedusaTree(drafter.residual, (head,) * len(drafter.tables))
+    drafter: Any = raw.drafter
+    layers = tuple(quiet(layer) for layer in raw.layers)
+    if tables := getattr(drafter, "tables", None):  # one for each draft
+        drafter = replace(drafter, tables=(head,) * len(tables))
     if isinstance(drafter, BlockHead) and drafter.hyper_head and (markov := drafter.markov):
         following = np.zeros_like(markov.following)  # the token before outweighs the rows of masks
         following[follower] = 12 * contrast * markov.previous

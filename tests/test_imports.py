@@ -57,7 +57,6 @@ WITHOUT_JAX = (
     "heads.blocks.declared",
     "heads.eagle3.declared",
     "heads.kinds",
-    "heads.medusa.declared",
     "heads.reading",
     "heads.stages.declared",
     "heads.tables",

@@ -115,6 +115,11 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
         config, params = loaded.config, loaded.params
+        if options.drafter is not None and outside is None and config.drafter is None:
+            raise ConfigError(
+                f"drafter = {options.drafter!r:.200} is a kind of head, and {directory} has none; name the "
+                "head's folder, draft_model"
+            )
         del loaded  # so that its weights are freed one by one
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     with report.phase("compare"):

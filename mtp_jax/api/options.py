@@ -38,8 +38,8 @@ class LLMOptions(EngineOptions):
     _: KW_ONLY
     draft_model: str | Path | None = option(
         None,
-        "directory of an EAGLE-3, DFlash, DFlash2, DSpark or Medusa head, or of NextN layers exported by "
-        "themselves",
+        "directory of an EAGLE-3, DFlash, DFlash2 or DSpark head, of a head of drafter's kind, or of NextN "
+        "layers exported by themselves",
         kind=Path,
         unset="the model's own",
         metavar="DIR",

@@ -152,8 +152,8 @@ class EngineOptions:
     tree: str | None = option(
         None,
         "draft trees, from NextN layers or an EAGLE-3 head: TOPK children of a node, STEPS drafts on a way, "
-        "the best NODES of all that are found, 31 at most (SGLang's num-draft-tokens is one more); from "
-        "Medusa heads: for every node the ranks on its way, as in '[[0], [1], [0, 0]]' (medusa_choices)",
+        "the best NODES of all that are found, 31 at most (SGLang's num-draft-tokens is one more); for a "
+        "head that takes them: for every node the ranks on its way, as in '[[0], [1], [0, 0]]'",
         kind=str,
         unset="chains",
         metavar="TOPKxSTEPSxNODES|RANKS",

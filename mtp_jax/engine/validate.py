@@ -70,7 +70,7 @@ def _check_drafts(cfg: ModelConfig, config: EngineConfig) -> None:
         )
     able: Trees | None = head.trees if head else "grown" if layers == 1 else None
     if tree and tree.kind != able:
-        grown, given = "is grown by one NextN layer or an EAGLE-3 head", "lists ranks of Medusa heads"
+        grown, given = "is grown by one NextN layer or an EAGLE-3 head", "lists ranks, which some heads take"
         own = head.title if head else f"{layers or 'no'} NextN layer{'s' * (layers != 1)}"
         other = {None: "", "grown": ", or give TOPKxSTEPSxNODES", "given": ", or give lists of ranks"}
         raise ConfigError(

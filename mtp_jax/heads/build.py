@@ -8,9 +8,8 @@ from mtp_jax.decode.keys import TreeShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.outside import imported
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.family import family_of
 from mtp_jax.model.head import DraftHead, head_of
-from mtp_jax.model.nextn import NextNLayers
-from mtp_jax.model.nextn_streams import StreamNextN
 
 
 def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None) -> Drafter:
@@ -22,7 +21,7 @@ def build(cfg: ModelConfig, suffix: bool = False, tree: TreeShape | None = None)
     if head := head_of(cfg):
         own = _of_head(head, cfg, tree)
     elif cfg.num_nextn_predict_layers:
-        own = Recursive((StreamNextN if cfg.hyper else NextNLayers)(cfg), tree)
+        own = Recursive(imported(family_of(cfg).nextn_module)(cfg), tree)
     return Suffix(own) if suffix else own
 
 

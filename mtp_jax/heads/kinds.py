@@ -6,7 +6,6 @@ from dataclasses import fields
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.blocks.declared import BlockConfig
 from mtp_jax.heads.eagle3.declared import Eagle3Config
-from mtp_jax.heads.medusa.declared import MedusaConfig
 from mtp_jax.heads.reading import refuse_unknown
 from mtp_jax.heads.stages.declared import StagesConfig
 from mtp_jax.json_object import JsonObject
@@ -14,10 +13,10 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_json, config_of
 from mtp_jax.model.head import DraftHead, StoredTensor
 
-KINDS: tuple[type[DraftHead], ...] = (MedusaConfig, BlockConfig, Eagle3Config, StagesConfig)
+KINDS: tuple[type[DraftHead], ...] = (BlockConfig, Eagle3Config, StagesConfig)
 """The kinds of this package, in the order in which they are asked whether a folder is theirs."""
 
-_KNOWN = "expected a head of EAGLE-3, DFlash, DFlash2 or DSpark, Medusa heads, or NextN layers"
+_KNOWN = "expected a head of EAGLE-3, DFlash, DFlash2 or DSpark, or NextN layers"
 _ADDED: list[type[DraftHead]] = []
 
 

@@ -19,6 +19,7 @@ _EAGLE3, _BLOCKS = "eagle3", ("dflash", "dspark")
 _OTHERS = {
     "domino": "Domino projectors are not supported",
     "eagle3moe": "EAGLE-3 heads with experts are not supported",
+    "medusa": "Medusa heads are an example of --drafter (docs/research.md)",
 }
 _LAYER = re.compile(r"(?:midlayer|layers\.(\d{1,9}))\.(.+)")
 _FUSE, _OF_EAGLE3, _OF_BLOCKS = "fc.weight", "layers.0.hidden_norm.weight", "hidden_norm.weight"
@@ -200,24 +201,29 @@ class HeadFile:
         if sliding or not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
             raise ConfigError("a head with a sliding window is not supported; expected full attention")
         mla = layer.get("kv_lora_rank") is not None
-        keys = _OF_BOTH if mla else (*_OF_BOTH, *_OF_GQA)
-        sizes: JsonObject = {key: layer[key] for key in keys if layer.get(key) is not None}
-        if not mla:
-            heads, width = sizes.get("num_attention_heads"), sizes.get("hidden_size")
-            if "head_dim" not in sizes and type(heads) is int and heads > 0 and type(width) is int:
-                sizes["head_dim"] = width // heads
-            sizes = {"num_key_value_heads": heads, "attention_bias": False, **sizes}
-            sizes |= {"partial_rotary_factor": 1, "use_qk_norm": blocks}
-        kind = "deepseek_v3" if mla else "glm4_moe"
+        if blocks and mla:
+            raise ConfigError("a block drafter with MLA is not supported; expected Qwen3's layers")
+        sizes = self._sizes(_OF_BOTH) if mla else self._gqa(qk_norm=blocks)
         declared = sizes.setdefault("num_hidden_layers", held or 1)
         if blocks and held not in (None, declared):
             raise ConfigError(
                 f"num_hidden_layers = {declared!r:.80} of a head, whose file has {held}; expected {held}"
             )
-        sizes["num_hidden_layers"] = (
-            held or declared
-        )  # EAGLE-3's often is that of a model that it was made of
+        # EAGLE-3's often is that of a model that it was made of.
+        sizes["num_hidden_layers"] = held or declared
+        kind = "deepseek_v3" if mla else "glm4_moe"
         return config_of({**sizes, "model_type": kind, "vocab_size": self.vocabulary})
+
+    def _sizes(self, keys: Collection[str]) -> JsonObject:
+        return {key: self.layer[key] for key in keys if self.layer.get(key) is not None}
+
+    def _gqa(self, qk_norm: bool) -> JsonObject:
+        sizes = self._sizes((*_OF_BOTH, *_OF_GQA))
+        heads, width = sizes.get("num_attention_heads"), sizes.get("hidden_size")
+        if "head_dim" not in sizes and type(heads) is int and heads > 0 and type(width) is int:
+            sizes["head_dim"] = width // heads
+        sizes = {"num_key_value_heads": heads, "attention_bias": False, **sizes}
+        return sizes | {"partial_rotary_factor": 1, "use_qk_norm": qk_norm}
 
 
 def flag(said: JsonObject, name: str, default: bool = False) -> bool:

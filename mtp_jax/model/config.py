@@ -213,8 +213,6 @@ def _check(c: ModelConfig) -> None:
                 "no such key"
             )
     c.attention.check(c.num_attention_heads, c.num_hidden_layers, c.num_nextn_predict_layers)
-    if c.hyper:
-        c.hyper.check()
     need(all(is_whole(i, 0) and i <= MOST_SIZE for i in c.eos_token_ids), "eos_token_ids", "token ids")
     need(c.bos_token_id is None or is_whole(c.bos_token_id, 0), "bos_token_id", "a token id or null")
     for name in (*_POSITIVE, *_NATURAL, "bos_token_id"):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mtp_jax.model.config import GqaConfig, IndexerConfig, MlaConfig, ModelConfig
+from mtp_jax.model.config import GqaConfig, MlaConfig, ModelConfig
 from mtp_jax.model.spec import Spec, parameters
 
 Weight = Any
@@ -119,7 +119,9 @@ def norm(name: str, size: int) -> Spec:
     return Spec((size,), (None,), name, (size,), "ones", float32=True)
 
 
-def _indexer(cfg: ModelConfig, index: IndexerConfig, p: str) -> Indexer:
+def _indexer(cfg: ModelConfig, p: str) -> Indexer:
+    index = cfg.indexer
+    assert index is not None, "a layer with an indexer has a configuration of it"
     h, i, d, q = index.heads, index.dim, cfg.hidden_size, cfg.q_lora_rank or 0
     return Indexer(
         q=Spec((h, i, q), (None, None, None), f"{p}.wq_b.weight", (h * i, q)),
@@ -145,7 +147,7 @@ def _attention(cfg: ModelConfig, p: str, indexes: bool, inputs: int) -> Attentio
         k_up=Spec((n, nope, c), ("heads", None, None), kv_b, kv_shape, rows=(0, nope)),
         v_up=Spec((n, v, c), ("heads", None, None), kv_b, kv_shape, rows=(nope, nope + v)),
         o=Spec((d, n, v), (None, "heads", None), f"{p}.o_proj.weight", (d, n * v)),
-        indexer=_indexer(cfg, cfg.indexer, f"{p}.indexer") if cfg.indexer and indexes else None,
+        indexer=_indexer(cfg, f"{p}.indexer") if indexes else None,
     )
 
 

@@ -70,10 +70,9 @@ def whole(name: str, *shape: int, init: str = "normal", float32: bool = False) -
     return Spec(shape, (None,) * len(shape), name, shape, init, float32=float32)
 
 
-def hyper_head(cfg: ModelConfig, prefix: str) -> HyperHead | None:
-    """The gates behind the last block; None with one stream. prefix: "" for the trunk."""
-    if cfg.hyper is None:
-        return None
+def hyper_head(cfg: ModelConfig, prefix: str) -> HyperHead:
+    """The gates behind the last block. prefix: "" for the trunk."""
+    assert cfg.hyper is not None, "a DeepSeek-V4 has hyper-connections"
     s, p = cfg.hyper.streams, f"{prefix}hc_head_"
     return HyperHead(
         whole(f"{p}fn", s, s * cfg.hidden_size, float32=True),

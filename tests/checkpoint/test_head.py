@@ -15,12 +15,10 @@ from mtp_jax.checkpoint.update import read_update
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.heads.blocks.declared import BlockConfig
 from mtp_jax.heads.eagle3.declared import Eagle3, Eagle3Config
-from mtp_jax.heads.medusa.declared import MedusaConfig, MedusaTree
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.head import Captures
 from mtp_jax.model.spec import count, leaves
 from mtp_jax.model.specs import param_specs
-from tests import medusa
 from tests.checkpoint.files import Raw, Tensors, assert_same, copy_folder, edit_json, edit_tensors, read_raw
 from tests.golden import BLOCKS, EAGLES, expected, model_dir
 from tests.models import apart
@@ -236,89 +234,6 @@ def test_a_block_drafter_that_is_refused(tmp_path: Path, changes: JsonObject, me
         summarise(model_dir("dflash"), edited(tmp_path, model_dir("dflash", "draft"), **changes))
 
 
-def in_vllms_names(folder: Path, to: Path, **changes: object) -> Path:
-    """Medusa heads in vLLM's layout."""
-
-    def rename(t: Tensors) -> None:
-        for name in list(t):
-            head, layer, *rest = name.split(".")
-            new = f"blocks.{head}.layers.{layer}.{rest[-1]}" if len(rest) > 1 else f"lm_heads.{head}.weight"
-            t[new] = t.pop(name)
-
-    edit_tensors(folder, to, rename)
-    said = {"architectures": ["MedusaModel"], "hidden_size": 40, "num_heads": medusa.HEADS, "vocab_size": 80}
-    (to / "config.json").write_text(json.dumps(said | changes))
-    return to
-
-
-def test_medusa_heads_in_either_naming(tmp_path: Path):
-    folder, trunk = medusa.write(tmp_path / "heads"), model_dir(medusa.TRUNK)
-    found = load(trunk, folder)
-    assert found.config.drafter == MedusaConfig(heads=medusa.HEADS, layers=1, bias=True)
-    assert isinstance(found.params.drafter, MedusaTree)
-    names, raw = iter(sorted(medusa.arrays())), medusa.arrays()
-    for (block,), table in zip(found.params.drafter.residual, found.params.drafter.tables, strict=True):
-        for array in (block.bias, block.linear, table):
-            np.testing.assert_array_equal(array, raw[next(names)])
-    assert_same(load(trunk, in_vllms_names(folder, tmp_path / "vllm")).params, found.params)
-    prefixed = edit_tensors(
-        folder, tmp_path / "prefixed", lambda t: t.update({f"medusa_heads.{n}": t.pop(n) for n in list(t)})
-    )
-    assert_same(load(trunk, prefixed).params, found.params)
-    summary = summarise(trunk, folder)
-    assert summary.nextn_layout == "Medusa"
-    assert summary.nextn_parameters == sum(a.size for a in raw.values())
-    assert summary.cache_bytes_per_token == summarise(trunk).cache_bytes_per_token
-    assert "4 Medusa heads" in summary.text()
-    assert_same(read_update(found.config, found.params, trunk, folder, dtype="float32"), found.params)
-
-
-def test_medusa_heads_of_two_blocks_without_biases(tmp_path: Path):
-    def deeper(t: Tensors) -> None:
-        for i in range(medusa.HEADS):
-            del t[f"{i}.0.linear.bias"]
-            t[f"{i}.2.weight"], t[f"{i}.1.linear.weight"] = t.pop(f"{i}.1.weight"), t[f"{i}.0.linear.weight"]
-
-    folder = edit_tensors(medusa.write(tmp_path / "heads"), tmp_path / "deeper", deeper)
-    edit_json(folder / "config.json", medusa_num_layers=2)
-    found = load(model_dir(medusa.TRUNK), folder)
-    assert found.config.drafter == MedusaConfig(heads=medusa.HEADS, layers=2, bias=False)
-    assert isinstance(found.params.drafter, MedusaTree)
-    for blocks in found.params.drafter.residual:
-        np.testing.assert_array_equal(*(block.linear for block in blocks))
-        assert blocks[0].bias is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": 48}, "the head is made for hidden_size = 48, the model has 40"),
-        ({"vocab_size": 81}, "the head is made for vocab_size = 81, the model has 80"),
-        ({"truncated_vocab_size": 60}, "truncated_vocab_size = 60, the model has 80"),
-        ({"original_lm_head": True}, "original_lm_head = True of Medusa heads is not supported"),
-        ({"logit_scale": 0.5}, "logit_scale = 0.5 of Medusa heads is not supported; expected 1"),
-        ({"num_heads": 0}, "num_heads = 0; expected a whole number from 1 to 64"),
-        ({"num_hidden_layers": "1"}, "num_hidden_layers = '1'; expected a whole number"),
-        ({"num_heads": 5}, r"missing \(3\): draft_head.blocks.4.layers.0.weight"),
-        ({"num_heads": 3}, r"unexpected \(3\): model.safetensors: blocks.3.layers.0"),
-        ({"num_hidden_layers": 2}, r"missing \(8\): draft_head.blocks.0.layers.1.weight"),
-    ],
-)
-def test_medusa_heads_that_are_refused(tmp_path: Path, changes: JsonObject, message: str):
-    folder = in_vllms_names(medusa.write(tmp_path / "heads"), tmp_path / "vllm", **changes)
-    with pytest.raises((ConfigError, CheckpointError), match=message):
-        summarise(model_dir(medusa.TRUNK), folder)
-
-
-def test_medusa_heads_read_no_taps_and_no_pickles(tmp_path: Path):
-    folder = medusa.write(tmp_path / "heads")
-    with pytest.raises(ConfigError, match="Medusa heads read no taps; leave it out"):
-        load(model_dir(medusa.TRUNK), folder, draft_captures="inputs")
-    (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
-    with pytest.raises(CheckpointError, match=r"medusa_lm_head\.pt is not read: that format can run code"):
-        load(model_dir(medusa.TRUNK), folder)
-
-
 def test_draft_captures_without_a_head():
     with pytest.raises(ConfigError, match="without a draft_model"):
         load(TRUNK, draft_captures="inputs")
@@ -333,12 +248,9 @@ def test_a_pickle_is_refused(tmp_path: Path):
         load(TRUNK, folder)
 
 
-@pytest.mark.parametrize("variant", apart(["eagle3", "dflash2", "medusa"], "dflash2"))
+@pytest.mark.parametrize("variant", apart(["eagle3", "dflash2"], "dflash2"))
 def test_orbax_keeps_the_head(tmp_path: Path, variant: str):
-    if variant == "medusa":
-        trunk, head = model_dir(medusa.TRUNK), medusa.write(tmp_path / "heads")
-    else:
-        trunk, head = model_dir(variant), model_dir(variant, "draft")
+    trunk, head = model_dir(variant), model_dir(variant, "draft")
     convert(trunk, tmp_path / "out", head, dtype="float32")
     whole, found = load(trunk, head), restore(tmp_path / "out")
     assert found.config == replace(whole.config, dtype="float32")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.medusa.declared import MedusaTree
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.decode.keys import TreeShape
@@ -20,13 +21,13 @@ from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.heads.eagle3.declared import Eagle3Config
-from mtp_jax.heads.medusa.declared import MedusaTree
 from mtp_jax.model.params import init_params
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
-from tests import golden, medusa, tiny_tokenizer
+from tests import golden, tiny_tokenizer
 from tests.eagle3 import forward
+from tests.examples import medusa
 from tests.golden import EAGLES, model_dir
 from tests.models import accepted, make_engine, on_mesh, serve
 from tests.rounding import near, of_model
@@ -150,8 +151,8 @@ def test_a_tree_of_medusa_heads_accepts_the_ways_of_its_text():
     ("variant", "tree", "message"),
     [
         pytest.param("medusa", "3x3x7", "a Medusa head; leave it out, or give lists of ranks", marks=rest),
-        ("eagle3", "[[0], [1]]", "lists ranks of Medusa heads.* EAGLE-3 head; .*TOPKxSTEPSxNODES"),
-        ("dspark", "[[0], [1]]", "lists ranks of Medusa heads.* DSpark head; leave it out$"),
+        ("eagle3", "[[0], [1]]", "lists ranks.* EAGLE-3 head; .*TOPKxSTEPSxNODES"),
+        ("dspark", "[[0], [1]]", "lists ranks.* DSpark head; leave it out$"),
         pytest.param(
             "medusa",
             "[[0], [1], [0,0], [0,0,0], [0,0,0,0], [0,0,0,0,0]]",

@@ -132,6 +132,11 @@ def test_the_head_drafts_and_the_text_is_the_models(folders, known):
     assert output.speculation.of(Origin.NEXTN).steps == 0
 
 
+def test_a_kind_of_head_without_a_head_is_refused(folders, known):
+    with pytest.raises(ConfigError, match=r"is a kind of head, and .*model has none; name the head's folder"):
+        LLM(folders[0], drafter=known, num_speculative_tokens=1, compile_cache=None)
+
+
 def test_info_describes_the_head(folders, known, capsys):
     model, head = folders
     text = run(capsys, "info", model, "--draft-model", head, "--drafter", known)

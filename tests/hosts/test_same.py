@@ -10,7 +10,8 @@ import pytest
 from mtp_jax import LLM
 from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.model.config import ModelConfig
-from tests import golden, medusa, tiny_tokenizer, v4
+from tests import golden, tiny_tokenizer, v4
+from tests.examples import medusa
 from tests.hosts.ranks import ranks
 from tests.hosts.worker import complete, draft_and_again
 from tests.models import TINY, tiny_params
@@ -138,7 +139,8 @@ def test_a_draft_head(tmp_path: Path, variant: str):
 @pytest.mark.slow
 def test_a_tree_of_medusa_heads(tmp_path: Path):
     tree = {"tree": "[[0], [0, 0], [1]]", "draft_model": str(medusa.write(tmp_path / "heads"))}
-    check(golden.model_dir(medusa.TRUNK), tmp_path, tree, [ALL_GREEDY])
+    outside = {"drafter": "examples.medusa:MedusaConfig"}
+    check(golden.model_dir(medusa.TRUNK), tmp_path, tree | outside, [ALL_GREEDY])
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from mtp_jax.model import indexer
 from mtp_jax.model.attention.source import Chosen, Paged
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import LayerCache, PagedView
-from mtp_jax.model.config import IndexerConfig, RowFormat
+from mtp_jax.model.config import IndexerConfig, ModelConfig, RowFormat
 from mtp_jax.model.indexer import NOTHING, IndexQueries
 from mtp_jax.model.mla import Queries, Ups
 from mtp_jax.model.visible import chain
@@ -31,7 +31,13 @@ from tests.rounding import near
 
 B, W, HEADS, DIM, SIZE, COLUMNS, TOPK = 2, 3, 4, 8, 4, 8, 8
 ROWS = SIZE * COLUMNS
-CFG = replace(TINY, indexer=IndexerConfig(HEADS, DIM, TOPK, shared=(False, False)))
+
+
+def choosing(topk: int) -> ModelConfig:
+    return replace(TINY, indexer=IndexerConfig(HEADS, DIM, topk, shared=(False, False)))
+
+
+CFG = choosing(TOPK)
 
 
 @dataclass(frozen=True)
@@ -156,12 +162,13 @@ def test_pages_are_chosen_from_like_a_whole_sequence(draw):
 
     @jax.jit
     def both(q, pages, whole):
-        by_pages = latent(xla()).choose(q, paged(LayerCache(latents, pages), where), TOPK)
+        by_pages = latent(xla()).choose(q, paged(LayerCache(latents, pages), where), CFG)
         mask = where.visible.mask(W, ROWS)
         return by_pages, top_k_reference(indexer.masked(indexer.scores(q, whole), mask), TOPK)
 
     np.testing.assert_array_equal(*both(q, pages, whole))
-    assert latent(xla()).choose(q, paged(LayerCache(latents, keys), where), ROWS) is None, "all of it"
+    every = latent(xla()).choose(q, paged(LayerCache(latents, keys), where), choosing(ROWS))
+    assert every is None, "all of it"
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -183,15 +190,15 @@ def test_kernels_choose_what_xla_does(draw, fp8, monkeypatch):
     @jax.jit
     def both(q, latents, keys):
         source = paged(LayerCache(latents, index_rows.pack(keys) if fp8 else keys), where)
-        chosen = latent(mosaic_gpu()).choose(q, source, TOPK)
+        chosen = latent(mosaic_gpu()).choose(q, source, CFG)
         assert called == ["index_scores", "top_k"]
-        latent(mosaic_gpu(kernels=frozenset())).choose(q, source, TOPK)
-        return chosen, latent(xla()).choose(q, source, TOPK)
+        latent(mosaic_gpu(kernels=frozenset())).choose(q, source, CFG)
+        return chosen, latent(xla()).choose(q, source, CFG)
 
     np.testing.assert_array_equal(*both(q, latents, keys))
     wide = LayerCache(draw.normal(16, SIZE, 16), draw.normal(16, SIZE, DIM))
     plain = paged(wide, draw.view())
-    jax.eval_shape(lambda asked: latent(mosaic_gpu()).choose(asked, plain, TOPK), draw.asked())
+    jax.eval_shape(lambda asked: latent(mosaic_gpu()).choose(asked, plain, CFG), draw.asked())
     assert called == ["index_scores", "top_k", "top_k"], "what is not bfloat16 XLA scores"
 
 
@@ -207,7 +214,7 @@ def test_rows_read_one_by_one_give_what_a_mask_gives(draw, on, fp8):
 
     @jax.jit
     def attended(asked):
-        chosen = latent(xla()).choose(asked, paged(empty, where), TOPK)
+        chosen = latent(xla()).choose(asked, paged(empty, where), CFG)
         assert chosen is not None
         one_by_one = source.of(chosen)
         assert isinstance(one_by_one, Chosen)
@@ -279,7 +286,7 @@ def compiled_shapes(draw: Draw, topk: int) -> set[tuple[int, ...]]:
 
     def run(q, asked, cache):
         mla, source = latent(xla()), paged(cache, where)
-        return mla.attend(q, w, source.of(mla.choose(asked, source, topk)), 0.3)
+        return mla.attend(q, w, source.of(mla.choose(asked, source, choosing(topk))), 0.3)
 
     w = draw.ups()
     one = jax.tree.map(lambda x: x[:, :1], (draw.queries(), draw.asked()))

@@ -82,7 +82,7 @@ def of_head(params: Params, size: Measure = nbytes) -> Size:
 
 
 def of_nextn(p: NextN | HeadTree, size: Measure = nbytes) -> Size:
-    """One NextN layer, or a draft head, without its tables; of Medusa heads one."""
+    """One NextN layer, or the part of a draft head that one draft reads, without tables."""
     return sum((of_layer(layer, size) for layer in p.blocks), Size(size(p.merging)))
 
 

@@ -43,8 +43,6 @@ class Start:
     @property
     def dense(self) -> "Start":
         """The same without indexers: a window of at most ``index_topk`` tokens attends to all its rows."""
-        if self.cfg.indexer is None:
-            return self
         return replace(
             self, cfg=replace(self.cfg, indexer=None), params=_with_indexers(self.params, repeat(None))
         )
@@ -52,10 +50,8 @@ class Start:
     def save(self, directory: Path, drafts: Any) -> None:
         """Write the head with other parameters, which may be ``dense``."""
         params = self.params.with_drafts(drafts)
-        if self.cfg.indexer:
-            own = (getattr(layer.layer.attention, "indexer", None) for layer in self.params.nextn)
-            params = _with_indexers(params, own)
-        save_drafter(directory, self.cfg, params, self.raw)
+        own = (getattr(layer.layer.attention, "indexer", None) for layer in self.params.nextn)
+        save_drafter(directory, self.cfg, _with_indexers(params, own), self.raw)
 
 
 def begin(model: LLMOptions, options: TuneOptions) -> Start:

@@ -118,14 +118,14 @@ class OverRows(Kind):
         source, cache = place.filled(asked.entries)
         with jax.named_scope("attend"):
             chosen = asked.chosen
-            if asked.index is not None and cfg.indexer is not None:
-                chosen = self.choose(asked.index, source, cfg.indexer.topk)
+            if asked.index is not None:
+                chosen = self.choose(asked.index, source, cfg)
             return self.attend(asked.q, w, source.of(chosen), cfg.softmax_scale), chosen, cache
 
     @abstractmethod
     def attend(self, q: Any, w: Any, source: Source, scale: float) -> Float[Array, "B W N v"]:
         """The equations, over the rows of a source. A token that sees nothing gets zeros."""
 
-    def choose(self, q: IndexQueries, source: Whole | Paged, topk: int) -> Int[Array, "B W K"] | None:
+    def choose(self, q: IndexQueries, source: Whole | Paged, cfg: ModelConfig) -> Int[Array, "B W K"] | None:
         """The rows that each token attends to; None: all rows that it sees."""
         return None

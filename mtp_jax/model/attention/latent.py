@@ -11,7 +11,7 @@ from mtp_jax.model import indexer, mla
 from mtp_jax.model.attention.kind import OverRows
 from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
 from mtp_jax.model.cache import Entries
-from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.layers import masked_softmax, rms_norm
 from mtp_jax.model.mla import LOW_RANK_EPS, Queries, Ups
@@ -29,20 +29,20 @@ class Latent(OverRows):
         on = self.on
         low = x if a.q_a is None else rms_norm(on.linear(x, a.q_a), a.q_norm, LOW_RANK_EPS)
         q = mla.queries(on.linear(low, a.q_b, split="out"), cfg, angles)
-        if a.indexer is None or cfg.indexer is None:
+        if a.indexer is None:
             return q
         with jax.named_scope("index"):
             weights = on.exactly(x, a.indexer.weights)
-            index = indexer.queries(on.linear(low, a.indexer.q), weights, cfg.indexer, angles)
+            index = indexer.queries(on.linear(low, a.indexer.q), weights, _of(cfg), angles)
             return replace(q, index=index)
 
     def entries(self, a: Attention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W 2 r"]) -> Entries:
         """The normed latent and the rotated shared key (eqs. 9, 11, 15), and the index key."""
         rows, p = mla.rows_of(self.on.linear(x, a.kv_a), a, cfg, angles), a.indexer
-        if p is None or cfg.indexer is None:
+        if p is None:
             return Entries(rows)
         with jax.named_scope("index"):
-            keys = indexer.keys(self.on.linear(x, p.k), p.k_norm, p.k_bias, cfg.indexer, angles)
+            keys = indexer.keys(self.on.linear(x, p.k), p.k_norm, p.k_bias, _of(cfg), angles)
             return Entries(rows, keys)
 
     def by_head(self, a: Attention, cfg: ModelConfig) -> Ups:
@@ -72,11 +72,12 @@ class Latent(OverRows):
         weights = masked_softmax(scores + wide("bwnh,blnh->bnwl", q.nope, keys), mask, scale)
         return jnp.einsum("bnwl,blnv->bwnv", weights.astype(rows.dtype), values)
 
-    def choose(self, q: IndexQueries, source: Whole | Paged, topk: int) -> Int[Array, "B W K"] | None:
+    def choose(self, q: IndexQueries, source: Whole | Paged, cfg: ModelConfig) -> Int[Array, "B W K"] | None:
         """The topk rows with the best scores, in order of rows; NOTHING first where a token sees fewer.
 
         None: all rows that a token sees, where these cannot be more than topk.
         """
+        topk = _of(cfg).topk
         if source.length <= topk:
             return None
         with jax.named_scope("index"):
@@ -89,3 +90,8 @@ class Latent(OverRows):
     def best(self, found: Float[Array, "B W L"], count: int) -> Int[Array, "B W K"]:
         """The rows with the best of these scores."""
         return indexer.best(found, count)
+
+
+def _of(cfg: ModelConfig) -> IndexerConfig:
+    assert cfg.indexer is not None, "a layer with an indexer has a configuration of it"
+    return cfg.indexer

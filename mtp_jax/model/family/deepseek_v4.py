@@ -63,6 +63,7 @@ class DeepSeekV4(Family):
     )
     names_of_layers = "layers"
     keeps_names = True
+    nextn_module = "mtp_jax.model.nextn_streams:StreamNextN"
     narrow = ("F8_E4M3", "I8")
     scales = ("F8_E8M0", *Family.scales)
     names = TrunkNames("embed.weight", "norm.weight", "head.weight")
@@ -111,6 +112,8 @@ class DeepSeekV4(Family):
 
     def check(self, cfg: ModelConfig) -> None:
         """See ``Family``."""
+        assert cfg.hyper is not None, "a DeepSeek-V4 has hyper-connections"
+        cfg.hyper.check()
         check_size("q_lora_rank", cfg.q_lora_rank, ": queries have a low rank")
         limit, most = cfg.swiglu_limit, cfg.num_hidden_layers
         for ok, name, expected in (

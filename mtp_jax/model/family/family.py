@@ -52,6 +52,7 @@ class Family:
         unwritten: fields of ``ModelConfig`` that are no key of config.json.
         names: names of the trunk's tensors beside its layers.
         names_of_layers: a pattern of the names of its layers, up to their numbers.
+        nextn_module: "module:class" of NextN layers as a ``DraftModule``.
         keeps_names: whether NextN layers have the same names in a folder of their own.
         narrow: dtypes of narrow weights that its releases have.
         scales: dtypes that the scales of FP8 weights may have.
@@ -71,6 +72,7 @@ class Family:
     needed_by_experts: Sequence[str] = (*OF_EXPERTS, *_GROUPS)
     unwritten: Sequence[str] = ("swiglu_limit", "num_hash_layers")
     names_of_layers: str = r"model\.layers"
+    nextn_module: str = "mtp_jax.model.nextn:NextNLayers"
     keeps_names: bool = False
     narrow: Sequence[str] = ("F8_E4M3",)
     scales: tuple[str, ...] = ("F32", "BF16")

@@ -8,7 +8,6 @@ import pytest
 from mtp_jax import checkpoint
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.heads.medusa.declared import MedusaTree
 from mtp_jax.lab.bench import cost
 from mtp_jax.lab.bench.cost import of_entries, of_head, of_nextn, of_trunk
 from mtp_jax.lab.bench.subject import load
@@ -16,7 +15,7 @@ from mtp_jax.lab.planning.work import expected_experts
 from mtp_jax.model import backend
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.stack import Stack
-from tests import golden, medusa
+from tests import golden
 
 
 @pytest.mark.parametrize(
@@ -90,16 +89,3 @@ def test_a_draft_head_is_read_for_every_draft_and_its_entries_once():
     more = of_trunk(params).touched(wide) - of_trunk(params).touched(narrow)
     drafts = 3 * (of_nextn(params.drafter).always + cost.nbytes(params.drafter.head))
     assert work.bytes - plain.bytes == pytest.approx(more + drafts + of_entries(params.drafter).always)
-
-
-def test_a_medusa_head_is_read_for_its_own_draft():
-    found = medusa.loaded()
-    params, key = found.params, StepKey(1, 3, 0, SamplingMode())
-    work, plain = (
-        cost.of_launch(k, found.config, params, 16, "float32", 1) for k in (key, replace(key, depth=0))
-    )
-    narrow, wide = (expected_experts(found.config, w) for w in (1, 4))
-    more = of_trunk(params).touched(wide) - of_trunk(params).touched(narrow)
-    assert isinstance(params.drafter, MedusaTree)
-    heads = cost.nbytes((params.drafter.residual[:3], params.drafter.tables[:3]))
-    assert work.bytes - plain.bytes == pytest.approx(more + heads)

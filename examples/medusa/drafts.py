@@ -23,10 +23,11 @@ from mtp_jax.decode.drafter.protocol import FINAL, Committed, Drafts
 from mtp_jax.decode.drafter.rules import DraftRules
 from mtp_jax.decode.keys import NodePath, Origin, TreeShape
 from mtp_jax.decode.state import DrafterState, Slots, StateShape
-from mtp_jax.heads.medusa.declared import MedusaConfig, MedusaTree
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params, type_of
+
+from .declared import MedusaConfig, MedusaTree
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class MedusaConfig(DraftHead):
     """
 
     trees = "given"
-    drafts = "mtp_jax.heads.medusa.drafts:drafter"
+    drafts = f"{__package__}.drafts:drafter"
 
     taps: tuple[int, ...] = ()
     heads: int

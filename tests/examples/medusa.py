@@ -13,7 +13,9 @@ from tempfile import TemporaryDirectory
 import jax
 import numpy as np
 
+from examples.medusa import MedusaConfig
 from mtp_jax.checkpoint import Loaded, load
+from mtp_jax.heads.kinds import add
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import xla
 from mtp_jax.model.params import Params
@@ -22,6 +24,7 @@ from tests.checkpoint.files import Raw, Tensors, write_raw
 
 TRUNK, HEADS = "dflash2", 4
 LONGEST = 96
+add(MedusaConfig)
 
 
 @cache

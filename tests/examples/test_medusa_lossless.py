@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from examples.medusa import MedusaConfig
+from examples.medusa.drafts import Medusa, MedusaHeads
 from mtp_jax.decode.keys import TreeShape
 from mtp_jax.heads.build import build
-from mtp_jax.heads.medusa.declared import MedusaConfig
-from mtp_jax.heads.medusa.drafts import Medusa, MedusaHeads
 from tests.decode.helpers import leaking
 from tests.decode.law import CFG, DEPTH, p_values
 

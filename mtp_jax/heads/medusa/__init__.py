@@ -1,1 +1,0 @@
-"""Medusa heads: one for each draft, over the final hidden state."""
