@@ -125,6 +125,9 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     with report.phase("compare"):
         compare_weights()
     config, room = _with_eos(config, tokenizer), None
+    if not (config.drafts or outside or options.asks_for_drafts):
+        _LOG.warning("%s has no NextN layers: no tokens are drafted; a head (draft_model) may", directory)
+        engine = engine.without_drafts()
     decoding = decoding_of(replace(config, drafter=outside) if outside else config, engine, on)
     if engine.memory_fraction is not None:
         with report.phase("size cache"):

@@ -12,6 +12,7 @@ from mtp_jax.api.progress import Reporter
 from mtp_jax.commands import show
 from mtp_jax.commands.options import depth, ready
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.errors import RequestError
 from mtp_jax.spread import Spread
 
 if TYPE_CHECKING:
@@ -51,7 +52,13 @@ def compare(
     """Measure and print, both sides by one engine. Returns 1 if a run failed, or sides differ that may not.
 
     In float32 both sides must agree in greedy decoding, and with a seed under the coupled verifier.
+    Raises RequestError where the model has nothing to draft with.
     """
+    if not llm.engine.config.num_speculative_tokens:
+        raise RequestError(
+            "--compare needs drafts to compare with none, and the model has no NextN layers; give it a head "
+            "with --draft-model, or add --suffix-drafts"
+        )
     sides = (params, replace(params, num_speculative_tokens=0))
     for side in sides:
         llm.warm_up(prompt, side)

@@ -35,7 +35,7 @@ class EngineOptions:
         kind=int,
         low=0,
         high=MAX_DRAFTS,
-        unset="3, or the nodes of a tree",
+        unset="3, the nodes of a tree, or 0 where the model has nothing to draft with",
         metavar="K",
         subject=SPECULATION,
     )
@@ -272,6 +272,12 @@ class EngineOptions:
         """``num_speculative_tokens``, or its default."""
         default = self.trees.nodes if self.trees else DEFAULT_DRAFTS
         return default if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    @property
+    def asks_for_drafts(self) -> bool:
+        """Whether an option numbers the drafts, or has no meaning without drafts."""
+        asked = self.num_speculative_tokens, self.tree, self.synthetic_acceptance
+        return self.suffix_drafts or self.adaptive_verification or asked != (None, None, None)
 
 
 @documented

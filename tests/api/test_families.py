@@ -204,8 +204,12 @@ def model(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("model", ["llama", "toy"], indirect=True)
-def test_a_folder_answers(model: Path):
-    llm = LLM(model, **SIZES, num_speculative_tokens=0)
+def test_a_folder_answers_without_drafts_and_says_so(model: Path, caplog: pytest.LogCaptureFixture):
+    llm = LLM(model, **SIZES)
+    assert [r.message for r in caplog.records] == [
+        f"{model} has no NextN layers: no tokens are drafted; a head (draft_model) may"
+    ]
+    assert llm.engine.config.num_speculative_tokens == 0
     (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     ids = output.outputs[0].token_ids
     wanted = reference(weights(), LLAMA, [*PROMPT, *ids])[len(PROMPT) - 1 : -1]

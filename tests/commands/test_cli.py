@@ -181,6 +181,15 @@ def test_stop_text(run, model):
     assert run(*argv, "--include-stop-str-in-output")[1] == whole[: whole.index(stop) + 2] + "\n"
 
 
+def test_compare_needs_a_model_with_drafts(run_weights, model):
+    undrafted = "--num-nextn-layers", 0, *SIZES
+    status, _, error = run_weights("generate", model, "--token-ids", IDS, "--compare", *undrafted)
+    assert (status, error.splitlines()[-1].partition(";")[0]) == (
+        2,
+        "error: --compare needs drafts to compare with none, and the model has no NextN layers",
+    )
+
+
 def test_compare(run, model):
     argv = ["generate", model, "--token-ids", IDS, "--max-tokens", 24, "--compare", "--runs", 2, *SIZES]
     status, out, _ = run(*argv)
