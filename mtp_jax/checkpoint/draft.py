@@ -28,7 +28,7 @@ from mtp_jax.model.layer_names import LAYER, layer_of, mtp_layer_of, nextn_layer
 
 IN_PLACE, LMSYS, XLLM = "in place", "lmsys NextN", "xLLM export"
 
-_XLLM_SPECIAL = re.compile(r"model\.((?:enorm|hnorm|eh_proj|shared_head|embed_tokens)\..+)")
+_BESIDE_BLOCK = re.compile(r"(?:enorm|hnorm|eh_proj|shared_head|embed_tokens)\..+")
 # Fields in which a draft's config.json may differ from the trunk's: they describe the export or the trunk.
 FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
@@ -153,8 +153,12 @@ def _from_lmsys(name: str, first: int) -> str | None:
     return f"model.layers.{first + int(match[1])}.{match[2]}" if match else None
 
 
+def is_beside_block(name: str) -> bool:
+    """Whether a tensor of a NextN layer, by its name in the layer, is none of its decoder block."""
+    return _BESIDE_BLOCK.fullmatch(name) is not None
+
+
 def _from_xllm(name: str, first: int) -> str | None:
-    special = _XLLM_SPECIAL.fullmatch(name)
-    if special:
-        return f"model.layers.{first}.{special[1]}"
+    if name.startswith("model.") and is_beside_block(special := name.removeprefix("model.")):
+        return f"model.layers.{first}.{special}"
     return _from_lmsys(name, first) if layer_of(name) == 0 else None

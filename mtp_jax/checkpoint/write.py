@@ -1,4 +1,4 @@
-"""Write checkpoints: the release layout, and the NextN layers alone in the lmsys layout."""
+"""Write checkpoints: the release layout, and the NextN layers alone as SGLang or xLLM reads them."""
 
 import functools
 import json
@@ -8,17 +8,18 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from mtp_jax.checkpoint.draft import nextn_of
+from mtp_jax.checkpoint.draft import is_beside_block, nextn_of
 from mtp_jax.checkpoint.folder import INDEX, read_config
 from mtp_jax.checkpoint.formats import spec_names
-from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.checkpoint.plan import LoadPlan, make_plan
 from mtp_jax.checkpoint.read import is_copy
-from mtp_jax.checkpoint.safetensors_file import DTYPES
+from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
@@ -129,34 +130,60 @@ def check_no_narrow(params: Params) -> None:
         )
 
 
-def export_nextn(model_dir: str | Path, out_dir: str | Path) -> None:
-    """Write the NextN layers of a model to a folder of their own, in the lmsys layout that SGLang reads.
+ExportLayout = Literal["lmsys", "xllm"]
 
-    DeepSeek-V4's layers, or DSpark stages, keep their names.
-    Tensors are copied byte for byte, all tensors of narrow weights included; copies of the trunk's embedding
-    and head are left out. Raises CheckpointError if the model has no NextN layer or the folder holds
-    anything.
+
+def export_nextn(model_dir: str | Path, out_dir: str | Path, layout: ExportLayout = "lmsys") -> None:
+    """Write the NextN layers of a model to a folder of their own, in the layout that SGLang or xLLM reads.
+
+    Tensors are copied byte for byte, all tensors of narrow weights included. In the layout "lmsys", SGLang's,
+    copies of the trunk's embedding and head are left out; "xllm" has both. DeepSeek-V4's layers, or DSpark
+    stages, keep their names.
+
+    Raises:
+        CheckpointError: the model has no NextN layer, or the folder holds anything.
+        ConfigError: the layout does not have such layers.
     """
     plan, out = make_plan(model_dir), new_folder(out_dir)
     cfg, family = plan.config, family_of(plan.config)
     if not cfg.drafts:
         raise CheckpointError(f"{model_dir} has no NextN layer: nothing to export")
-    copies = {name for name in plan.duplicates if is_copy(plan, name)}
-    pieces = []
-    for name, tensor in plan.tensors.items():
-        layer = nextn_of(cfg, name)
-        if layer is not None and name not in copies:
-            new = family.exported_name(cfg, layer, name)
-            pieces.append(NewTensor(new, tensor.dtype, tensor.shape, tensor.array))
+    if layout == "xllm":
+        file, tensors, changes = (
+            "mtp_layer_parameters.safetensors",
+            _for_xllm(plan),
+            family.exported_to_xllm(cfg),
+        )
+    else:
+        file, tensors, changes = "nextn_layer_parameters.safetensors", _for_lmsys(plan), family.exported(cfg)
+    pieces = [NewTensor(name, t.dtype, t.shape, t.array) for name, t in tensors.items()]
     out.mkdir(parents=True, exist_ok=True)
-    file = "nextn_layer_parameters.safetensors"
     write_file(out / file, pieces)
     _write_index(out, {file: pieces})
     raw = read_config(model_dir)[1]
-    write_json(
-        out / "config.json",
-        {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | family.exported(cfg),
-    )
+    write_json(out / "config.json", {k: v for k, v in raw.items() if k not in _OF_TRUNK_LAYERS} | changes)
+
+
+def _for_lmsys(plan: LoadPlan) -> dict[str, Tensor]:
+    cfg, family = plan.config, family_of(plan.config)
+    copies = {name for name in plan.duplicates if is_copy(plan, name)}
+    return {
+        family.exported_name(cfg, layer, name): tensor
+        for name, tensor in plan.tensors.items()
+        if (layer := nextn_of(cfg, name)) is not None and name not in copies
+    }
+
+
+def _for_xllm(plan: LoadPlan) -> dict[str, Tensor]:
+    cfg, family = plan.config, family_of(plan.config)
+    first, found = f"{family.nextn_name(cfg, 0)}.", plan.tensors
+    own = {name.removeprefix(first): tensor for name, tensor in found.items() if name.startswith(first)}
+    embed = found["model.embed_tokens.weight"]
+    tables = {"embed_tokens.weight": embed, "shared_head.head.weight": found.get("lm_head.weight", embed)}
+    named = {
+        name: f"model.{name}" if is_beside_block(name) else f"model.layers.0.{name}" for name in tables | own
+    }
+    return {named[name]: tensor for name, tensor in (tables | own).items()}
 
 
 # Keys of config.json with a value for each trunk layer's indexer.

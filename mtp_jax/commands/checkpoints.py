@@ -15,10 +15,13 @@ def register(subparsers: Subparsers) -> None:
         "export-nextn",
         help="write a model's NextN layers to a directory of their own",
         description="Write a model's NextN layers, as they are, to a directory of their own, which "
-        "--draft-model reads, and SGLang.",
+        "--draft-model reads, and SGLang or xLLM.",
     )
     _add_model(export)
     export.add_argument("out", type=Path, help="an empty or a new directory")
+    export.add_argument(
+        "--layout", choices=("lmsys", "xllm"), default="lmsys", help="lmsys: SGLang's (default: lmsys)"
+    )
     export.set_defaults(run=run_export)
 
     convert = subparsers.add_parser(
@@ -52,7 +55,7 @@ def run_export(args: argparse.Namespace) -> int:
     from mtp_jax.checkpoint import export_nextn
 
     with Terminal().phase("export"):
-        export_nextn(model_dir(args), args.out)
+        export_nextn(model_dir(args), args.out, args.layout)
     show.write(f"{args.out}\n")
     return 0
 

@@ -161,6 +161,26 @@ def test_export_is_the_lmsys_layout(tmp_path: Path):
         assert ours | {"metadata": 0} == json.loads((theirs / name).read_text()) | {"metadata": 0}
 
 
+def test_export_to_xllm(tmp_path: Path):
+    export_nextn(model_dir("v3"), tmp_path / "draft", "xllm")
+    theirs = model_dir("v3", "xllm_mtp")
+    assert read_folder(tmp_path / "draft") == read_folder(theirs)
+    ours, expected = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "draft", theirs))
+    assert ours == {key: value for key, value in expected.items() if key != "quantization_config"}
+    assert_same(load(model_dir("v3"), tmp_path / "draft").params, load(model_dir("v3")).params)
+
+
+def test_what_xllm_does_not_read(tmp_path: Path):
+    for name, told in (
+        ("mtp2", "the model has 2; take"),
+        ("dsa_v32", "1 with; take"),
+        ("glm45", "this is GLM-4.5"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            export_nextn(model_dir(name), tmp_path / name, "xllm")
+        assert not (tmp_path / name).exists()
+
+
 def test_export_keeps_fp8(tmp_path: Path):
     export_nextn(model_dir("fp8"), tmp_path)
     whole, part = read_folder(model_dir("fp8")), read_folder(tmp_path)

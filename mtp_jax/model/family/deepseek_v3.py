@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.attention_config import OF_MLA
 from mtp_jax.model.config import ModelConfig
@@ -52,6 +53,17 @@ class DeepSeekV3(Family):
         if cfg.indexer.interleaved:
             return "glm_moe_dsa", "GlmMoeDsaForCausalLM"
         return "deepseek_v32", "DeepseekV32ForCausalLM"
+
+    def exported_to_xllm(self, cfg: ModelConfig) -> JsonObject:
+        """See ``Family``."""
+        if cfg.indexer is not None or cfg.num_nextn_predict_layers != 1:
+            raise ConfigError(
+                "layout = 'xllm' has one NextN layer without an indexer, the model has "
+                f"{cfg.num_nextn_predict_layers}{' with' if cfg.indexer else ''}; take 'lmsys'"
+            )
+        architectures = ["DeepseekMTPForCausalLM"]
+        counts = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "first_k_dense_replace": 0}
+        return {"model_type": "deepseek_v3_mtp", "architectures": architectures, **counts}
 
     def keys(self, cfg: ModelConfig) -> JsonObject:
         """See ``Family``."""

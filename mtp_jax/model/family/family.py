@@ -199,6 +199,12 @@ class Family:
         count = {} if self.keeps_names else {"num_hidden_layers": cfg.num_nextn_predict_layers}
         return {"architectures": architectures, **count}
 
+    def exported_to_xllm(self, cfg: ModelConfig) -> JsonObject:
+        """The keys of config.json that differ in such a folder as xLLM reads it. Raises ConfigError."""
+        raise ConfigError(
+            f"layout = 'xllm' is known of DeepSeek-V3 alone, this is {self.title}; take 'lmsys'"
+        )
+
     def nextn_of(self, cfg: ModelConfig, name: str) -> int | None:
         """Number of the NextN layer that a tensor belongs to, None outside these layers."""
         layer = layer_of(name)
