@@ -10,6 +10,9 @@ from tests.prose import parsed, sources
 
 # Facts that tell families of models and kinds of attention apart; a branch on one belongs to a family's file.
 FAMILY = {"compressed", "gqa", "hyper", "indexer"}
+# Kinds of layers, heads and weights; a method of theirs answers, where it makes the code smaller.
+KINDS = {"Moe", "Mlp", "Narrow", "Bf16", "Fp8", "Fp4", "Int4", "MlaConfig", "GqaConfig", "CompressedConfig"}
+KINDS |= {"IndexerConfig", "DraftHead", "BlockConfig", "BlockHead", "Eagle3Config", "Eagle3", "StagesConfig"}
 LONG, LONGER, MANY = 15, 20, 8
 MOST = {
     "branches on the family": 13,
@@ -17,6 +20,7 @@ MOST = {
     f"functions with more than {LONG} branches": 18,
     f"functions with more than {LONGER} branches": 4,
     f"functions with {MANY} parameters or more": 22,
+    "isinstance on kinds": 42,
 }
 
 
@@ -52,6 +56,16 @@ def on_family(tree: ast.AST) -> int:
     return sum(isinstance(n, ast.Attribute) and n.attr in FAMILY for test in tests for n in ast.walk(test))
 
 
+def on_kinds(tree: ast.AST) -> int:
+    """Calls of ``isinstance`` with kinds of layers, heads or weights."""
+    asked = [
+        node.args[1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance"
+    ]
+    return sum(any(isinstance(n, ast.Name) and n.id in KINDS for n in ast.walk(types)) for types in asked)
+
+
 @pytest.fixture(scope="module")
 def counts() -> dict[str, list[str]]:
     """The places that each count is of."""
@@ -71,6 +85,7 @@ def counts() -> dict[str, list[str]]:
         [name for name, (n, _) in sizes.items() if n > LONG],
         [name for name, (n, _) in sizes.items() if n > LONGER],
         [name for name, (_, n) in sizes.items() if n >= MANY],
+        [name for name, tree in trees.items() for _ in range(on_kinds(tree))],
     ]
     return dict(zip(MOST, found, strict=True))
 
@@ -87,8 +102,9 @@ def f(self, a, b, *, c=0):
         y = [z for z in x if z.gqa]
     match a:
         case 1: pass
-    return y if a.hyper and a.compressed else b
+    return y if a.hyper and a.compressed or isinstance(a, Fp8 | Narrow) else isinstance(b, str)
 """
     (function,) = ast.parse(code).body
     assert isinstance(function, ast.FunctionDef)
-    assert (branches(function), parameters(function), on_family(function)) == (8, 4, 3)
+    assert (branches(function), parameters(function)) == (9, 4)
+    assert (on_family(function), on_kinds(function)) == (3, 1)

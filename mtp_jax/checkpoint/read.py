@@ -23,7 +23,7 @@ from mtp_jax.model.device import platform
 from mtp_jax.model.family import family_of
 from mtp_jax.model.head import Captures
 from mtp_jax.model.narrow import Fp8, Narrow, with_bits
-from mtp_jax.model.params import Moe, Params, Spec, dtype_of, type_of
+from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
 
 # Bytes read at a time: they fit the caches next to a core, so that their copy into the array costs little.
@@ -113,9 +113,9 @@ def _check_tables(specs: Params, plan: LoadPlan) -> None:
     """Check the tables of experts by token. Raises CheckpointError for a number that is no expert's."""
     experts = plan.config.n_routed_experts
     for layer in specs.layers:
-        if not isinstance(layer.mlp, Moe) or layer.mlp.by_token is None:
+        if not (moe := layer.moe) or moe.by_token is None:
             continue
-        tensor = plan.tensors[layer.mlp.by_token.names]
+        tensor = plan.tensors[moe.by_token.names]
         ids = tensor.array()
         wrong = np.argwhere((ids < 0) | (ids >= experts))
         if len(wrong):

@@ -40,12 +40,12 @@ def most_copies(redundant: int, mesh: Mesh) -> int:
 
 def moe_layers(params: Params) -> tuple[Moe, ...]:
     """The MoE blocks of the trunk's layers, in order."""
-    return tuple(p.mlp for p in params.layers if isinstance(p.mlp, Moe))
+    return tuple(p.moe for p in params.layers if p.moe)
 
 
 def with_moe_layer(params: Params, number: int, moe: Moe) -> Params:
     """The parameters with this block in the place of one of ``moe_layers``."""
-    at = [i for i, p in enumerate(params.layers) if isinstance(p.mlp, Moe)][number]
+    at = [i for i, p in enumerate(params.layers) if p.moe][number]
     layers = [replace(p, mlp=moe) if i == at else p for i, p in enumerate(params.layers)]
     return replace(params, layers=tuple(layers))
 
@@ -91,8 +91,7 @@ def with_slots(params: Params, redundant: int, mesh: Mesh | None, *, consume: bo
 def _with_slots(
     layer: Layer, spread: Callable[[SlotWeights], tuple[SlotWeights, Array]], consume: bool
 ) -> Layer:
-    moe = layer.mlp
-    if not isinstance(moe, Moe):
+    if not (moe := layer.moe):
         return layer
     (gate_up, down), copies = spread((moe.gate_up, moe.down))
     if consume:

@@ -109,6 +109,11 @@ class Layer:
     mlp_hyper: Any = None  # Hyper
 
     @property
+    def moe(self) -> Moe | None:
+        """Its routed experts; None of a dense layer."""
+        return self.mlp if isinstance(self.mlp, Moe) else None
+
+    @property
     def entries(self) -> tuple[Weight, ...]:
         """Parameters that make the layer's entries of its rows: the norm, and latents or keys and values."""
         return self.attention_norm, self.attention_hyper, *self.attention.entries

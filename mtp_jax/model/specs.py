@@ -12,7 +12,7 @@ from typing import Any
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import family_of
 from mtp_jax.model.head import HeadTree, head_of
-from mtp_jax.model.layer_specs import Moe, Weight, norm, table
+from mtp_jax.model.layer_specs import Weight, norm, table
 from mtp_jax.model.nextn_specs import NextN
 from mtp_jax.model.spec import count, parameters
 from mtp_jax.model.v4_specs import HyperHead
@@ -79,6 +79,6 @@ def parameter_counts(cfg: ModelConfig) -> tuple[int, int, int]:
     """Parameters of (trunk, trunk active per token, NextN layers without copies of embedding and head)."""
     specs = param_specs(cfg)
     total = count(specs.with_drafts())
-    routed = sum(count(p.mlp.routed) for p in specs.layers if isinstance(p.mlp, Moe))
+    routed = sum(count(p.moe.routed) for p in specs.layers if p.moe)
     idle = routed - routed // max(cfg.n_routed_experts, 1) * cfg.num_experts_per_tok
     return total, total - idle, count(specs.drafts)

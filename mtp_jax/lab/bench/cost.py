@@ -20,7 +20,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import HeadTree, head_of
 from mtp_jax.model.moe import Routing
 from mtp_jax.model.narrow import is_narrow, nbytes
-from mtp_jax.model.params import Layer, Moe, NextN, Params, type_of
+from mtp_jax.model.params import Layer, NextN, Params, type_of
 from mtp_jax.model.stack import each
 
 
@@ -56,10 +56,10 @@ def count(weights: PyTree) -> int:
 
 def of_layer(layer: Layer, size: Measure = nbytes) -> Size:
     """The size of one decoder block."""
-    if not isinstance(layer.mlp, Moe):
+    if not (moe := layer.moe):
         return Size(size(layer))
-    routed = size(layer.mlp.routed)
-    return Size(size(layer) - routed, routed // layer.mlp.down.shape[0])
+    routed = size(moe.routed)
+    return Size(size(layer) - routed, routed // moe.down.shape[0])
 
 
 def of_trunk(params: Params, size: Measure = nbytes) -> Size:

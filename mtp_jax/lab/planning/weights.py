@@ -9,7 +9,7 @@ from mtp_jax.lab.planning.hardware import Rate
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import HeadTree
 from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK
-from mtp_jax.model.layer_specs import Layer, Moe
+from mtp_jax.model.layer_specs import Layer
 from mtp_jax.model.spec import Spec, count, leaves
 from mtp_jax.model.specs import NextN, Params, param_specs
 
@@ -130,12 +130,11 @@ class BlockWeights:
         attention = tuple(leaves((*own, layer.attention_hyper, layer.mlp_hyper)))
         whole = WeightCounts.of(tuple(s for s in attention if "heads" not in s.axes))
         heads = WeightCounts.of(tuple(s for s in attention if "heads" in s.axes))
-        mlp = layer.mlp
-        if not isinstance(mlp, Moe):
-            return cls(whole, heads, WeightCounts.of(mlp))
-        experts = mlp.down.shape[0]
-        router = WeightCounts.of((mlp.router, mlp.bias))
-        return cls(whole, heads, WeightCounts.of(mlp.shared), router, count(mlp.routed) // experts, experts)
+        if not (moe := layer.moe):
+            return cls(whole, heads, WeightCounts.of(layer.mlp))
+        experts = moe.down.shape[0]
+        router = WeightCounts.of((moe.router, moe.bias))
+        return cls(whole, heads, WeightCounts.of(moe.shared), router, count(moe.routed) // experts, experts)
 
     @property
     def parts(self) -> tuple[WeightCounts, ...]:

@@ -11,7 +11,7 @@ import optax
 from mtp_jax.lab.train.loss import LossFigures, loss
 from mtp_jax.lab.train.recipe import Recipe, Stage
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.params import Layer, Moe, Params
+from mtp_jax.model.params import Layer, Params
 
 
 class TrainState(NamedTuple):
@@ -66,11 +66,11 @@ def balance(params: Params, loads: tuple[jax.Array, ...], rate: float) -> Params
     remaining = list(loads)
 
     def adjusted(layer: Layer) -> Layer:
-        if not isinstance(layer.mlp, Moe) or not remaining:
+        if not (moe := layer.moe) or not remaining:
             return layer
         load = remaining.pop(0)
-        bias = layer.mlp.bias + rate * jnp.sign(load.mean() - load)
-        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bias=bias))
+        bias = moe.bias + rate * jnp.sign(load.mean() - load)
+        return dataclasses.replace(layer, mlp=dataclasses.replace(moe, bias=bias))
 
     layers = tuple(adjusted(layer) for layer in params.layers)
     nextn = tuple(dataclasses.replace(p, layer=adjusted(p.layer)) for p in params.nextn)
