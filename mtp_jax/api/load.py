@@ -13,8 +13,9 @@ from mtp_jax.api.cache_size import sized
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import backend_of, decoding_of
+from mtp_jax.api.model_folder import model_folder
 from mtp_jax.api.options import LLMOptions
-from mtp_jax.api.progress import Reporter
+from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.checkpoint.digest import beside, folder_digest, folder_sizes
 from mtp_jax.decode.decoding import Decoding
@@ -62,15 +63,15 @@ class LoadedModel(DescribedModel):
 
 def describe_simulated(options: LLMOptions) -> DescribedModel:
     """A model to be simulated. Raises ConfigError."""
-    directory = _directory(options)
+    directory = _directory(options, options.reporter or Silent())
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     config = _with_eos(config_of_file(directory / "config.json"), tokenizer)
     sampling = sampling_defaults(directory, options.sampling_defaults)
     return DescribedModel(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
 
 
-def _directory(options: LLMOptions) -> Path:
-    return Path(options.model) if options.model is not None else demo_model()
+def _directory(options: LLMOptions, report: Reporter) -> Path:
+    return demo_model() if options.model is None else model_folder(Path(options.model), report)
 
 
 def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -84,7 +85,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     """Load the model of the options. Raises ConfigError, CheckpointError."""
     use_compile_cache(options.compile_cache)
     options = replace(options, mesh=with_auto_axes(options.mesh))
-    directory = _directory(options)
+    directory = _directory(options, report)
     # Everything that can be wrong with the options is found before the weights are read.
     described = config_of_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")

@@ -30,7 +30,7 @@ class LLMOptions(EngineOptions):
 
     model: str | Path | None = option(
         None,
-        "directory with config.json and weights, as released or as convert wrote it",
+        "directory with config.json and weights, as released or as convert wrote it, or a GGUF file",
         kind=Path,
         unset="the demo model",
         flag=None,

@@ -12,6 +12,7 @@ from typing import Literal
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from mtp_jax.checkpoint.draft import is_beside_block, nextn_of
@@ -69,7 +70,7 @@ def save_checkpoint(
     if params.drafter is not None and not (cfg.drafter and cfg.drafter.inside):
         raise CheckpointError("a draft head is not written: it stays in the folder that it was loaded from")
     own = [(p.embed is not None, p.head is not None) for p in params.nextn]
-    _write_folder(Path(directory), _pieces(param_specs(cfg, own), params, dtype), max_shard_bytes)
+    write_folder(Path(directory), _pieces(param_specs(cfg, own), params, dtype), max_shard_bytes)
     write_json(Path(directory) / "config.json", config_json(cfg) | {"torch_dtype": dtype})
 
 
@@ -95,12 +96,12 @@ def save_drafter(directory: Path, cfg: ModelConfig, params: Params, raw: JsonObj
     pieces = [
         replace(p, name=p.name.removeprefix(prefix)) for p in _pieces(alone(specs), alone(params), "bfloat16")
     ]
-    _write_folder(directory, pieces, SHARD_BYTES)
+    write_folder(directory, pieces, SHARD_BYTES)
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     write_json(directory / "config.json", raw | {"torch_dtype": "bfloat16"})
 
 
-def _write_folder(directory: Path, pieces: Iterable[NewTensor], max_shard_bytes: int) -> None:
+def write_folder(directory: Path, pieces: Iterable[NewTensor], max_shard_bytes: int) -> None:
     """Write the safetensors files of a folder; earlier files are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     shards = _split(pieces, max_shard_bytes)
@@ -199,8 +200,12 @@ def new_folder(path: str | Path) -> Path:
 
 
 def write_file(path: Path, pieces: Iterable[NewTensor]) -> None:
-    """Write one safetensors file. All its tensors are in memory then."""
-    save_file({p.name: np.ascontiguousarray(p.data()) for p in pieces}, path, {"format": "pt"})
+    """Write one safetensors file. All its tensors are in memory then. Raises CheckpointError."""
+    tensors = {p.name: np.ascontiguousarray(p.data()) for p in pieces}
+    try:
+        save_file(tensors, path, {"format": "pt"})
+    except SafetensorError as error:  # a full disk, for one
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
 def write_json(path: Path, value: object) -> None:

@@ -46,7 +46,9 @@ def register(subparsers: Subparsers) -> None:
 
 
 def _add_model(parser: Parser) -> None:
-    parser.add_argument("model", type=folder, help="directory with config.json and weights, or --model DIR")
+    parser.add_argument(
+        "model", type=folder, help="directory with config.json and weights, a GGUF file, or --model DIR"
+    )
     parser.model_first = True
 
 

@@ -11,12 +11,15 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NoReturn
 
+from mtp_jax.api.model_folder import model_folder
 from mtp_jax.commands import chat, checkpoints, completion, generate, server
-from mtp_jax.commands.options import in_flags
+from mtp_jax.commands.options import in_flags, reporter
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import MtpJaxError
+from mtp_jax.model.hf_config import is_gguf
 
 _BATCH, _SERVE = server.commands()
 _COMMANDS = (generate, _BATCH, chat, _SERVE, checkpoints)
@@ -81,6 +84,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as stop:  # help has been printed, or an error
         return int(stop.code or 0)
     args.command = list(sys.argv[1:] if argv is None else argv)
+    model = getattr(args, "model", None)  # a path, or its text
+    if model and is_gguf(Path(model)):
+        args.model = type(model)(model_folder(Path(model), reporter(args)))
     return args.run(args)
 
 

@@ -227,7 +227,7 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
 
 def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> None:
     """Declare the model and the options of LLM; ``quiet``: the help of --quiet."""
-    add_model(parser, "directory with config.json and weights (default: the demo model)")
+    add_model(parser, "directory with config.json and weights, or a GGUF file (default: the demo model)")
     parser.add_config()
     own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
     add_groups(parser, LLMOptions, (MODEL, SPECULATION), "engine", own)
@@ -245,8 +245,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def reporter(args: argparse.Namespace) -> Reporter:
-    """The reporter that shows start-up."""
-    return Silent() if args.quiet else Terminal()
+    """The reporter that shows start-up, of a command that may be told to be quiet, or not."""
+    return Silent() if getattr(args, "quiet", False) else Terminal()
 
 
 def open_llm(

@@ -9,6 +9,7 @@ from pathlib import Path
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 
+_GGUF = ".gguf"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -20,10 +21,21 @@ def missing_folder(path: Path) -> str:
     return message + _gguf_hint([path] if os.path.isfile(path) else [])
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a file in the format of llama.cpp, by its ending or its first bytes."""
+    if not os.path.isfile(path):  # also False for a name that no file can have
+        return False
+    try:
+        with path.open("rb") as file:
+            return path.suffix == _GGUF or file.read(4) == b"GGUF"
+    except OSError:  # such as a file of another user
+        return False
+
+
 def _gguf_hint(files: Iterable[Path]) -> str:
     """An error sentence about a model in the format of llama.cpp."""
-    found = sorted(file.name for file in files if file.suffix == ".gguf")
-    return f". {found[0]} is GGUF, which is not read: take the safetensors of the release" if found else ""
+    found = sorted(file.name for file in files if file.suffix == _GGUF)
+    return f". {found[0]} is GGUF: a whole model is read from it, named as the file" if found else ""
 
 
 def read_json(path: str | Path) -> JsonObject:

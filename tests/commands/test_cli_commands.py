@@ -153,7 +153,7 @@ def test_a_folder_without_a_model_is_told_as_such(capsys, tmp_path):
     gguf = tmp_path / "model-Q4.gguf"
     missing = f"{tmp_path / 'config.json'} does not exist"
     empty = f"error: {missing}; a model directory holds config.json and safetensors"
-    named = ". model-Q4.gguf is GGUF, which is not read: take the safetensors of the release"
+    named = ". model-Q4.gguf is GGUF: a whole model is read from it, named as the file"
     for argv in (["generate", tmp_path, "-p", "x"], ["chat", tmp_path], ["info", tmp_path]):
         gguf.unlink(missing_ok=True)
         assert cli.main([*map(str, argv)]) == 2
@@ -161,7 +161,7 @@ def test_a_folder_without_a_model_is_told_as_such(capsys, tmp_path):
         gguf.touch()
         assert cli.main([*map(str, argv)]) == 2
         assert capsys.readouterr().err == f"{empty}{named}\n"
-    assert cli.main(["generate", str(gguf), "-p", "x"]) == 2
+    assert cli.main(["generate", "-p", "x", "--draft-model", str(gguf)]) == 2
     assert capsys.readouterr().err.endswith(f"config.json and safetensors{named}\n")
 
 
