@@ -16,6 +16,8 @@ from tests.cpu_time import CpuTime
 # The float32 comparisons hold on the CPU; `make test-gpu` asks for a GPU. Set before jax is imported, and in
 # the environment, so that programs started by tests follow.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# No test asks a hub, nor reads a user's cache of one.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}
 # Other workers, and programs that tests start, would compile every module again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -13,8 +13,14 @@ import pytest
 from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
+from mtp_jax import LLM
+from mtp_jax.api.model_folder import model_folder
+from mtp_jax.commands import cli
+from mtp_jax.commands.cli import find_folders, make_parser
+from mtp_jax.commands.server_options import settings_of
 from mtp_jax.errors import ConfigError
 from mtp_jax.hub import fetch, is_name
+from tests.golden import model_dir
 
 SHA = hashlib.sha1(b"release").hexdigest()
 WEIGHTS = bytes(range(256)) * 64
@@ -244,6 +250,61 @@ def test_pickles_alone_are_refused(hub: Hub) -> None:
     with pytest.raises(ConfigError, match=r"has no \*\.safetensors.*never pickles"):
         fetch("org/pickles")
     assert "pytorch_model.bin" not in hub.downloads()
+
+
+def release(hub: Hub, name: str, folder: Path) -> None:
+    """Put a folder on the hub."""
+    hub.files[name] = {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+@pytest.mark.rest
+def test_a_model_is_generated_with_by_its_name(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    release(hub, "tiny/v3", model_dir("v3"))
+    release(hub, "tiny/draft", model_dir("v3", "nextn"))
+    command = ["generate", "--token-ids", "5,9", "--max-tokens", "4", "-q"]
+    assert cli.main([*command, "--model", str(model_dir("v3"))]) == 0
+    told = capsys.readouterr().out
+    assert cli.main([*command, "--model", "tiny/v3", "--draft-model", "tiny/draft"]) == 0
+    assert capsys.readouterr().out == told
+
+
+def test_a_command_finds_the_folders_of_its_models(hub: Hub) -> None:
+    release(hub, "tiny/v3", model_dir("v3"))
+    release(hub, "tiny/draft", model_dir("v3", "nextn"))
+    args = ["serve", "tiny/v3", "--draft-model", "tiny/draft", "--revision", SHA, "-q"]
+    found = make_parser().parse_args(args)
+    find_folders(found)
+    assert settings_of(found).model_name == "tiny/v3"
+    for folder, own in ((found.model, model_dir("v3")), (found.draft_model, model_dir("v3", "nextn"))):
+        assert {p.name for p in folder.iterdir()} == {p.name for p in own.iterdir() if p.is_file()}
+
+
+def test_a_model_is_loaded_by_its_name(hub: Hub) -> None:
+    release(hub, "tiny/v3", model_dir("v3"))
+    llm = LLM("tiny/v3", revision="main", simulate=(0.5,))
+    assert llm.config == LLM(model_dir("v3"), simulate=(0.5,)).config
+    assert not {name for name in hub.downloads() if name.endswith(".safetensors")}
+
+
+def test_facts_of_a_model_need_no_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    release(hub, "tiny/v3", model_dir("v3"))
+    for command in (["info", "tiny/v3"], ["plan", "tiny/v3", "--gpus", "1", "--context", "512"]):
+        assert cli.main(command) == 0, capsys.readouterr().err
+    assert not {name for name in hub.downloads() if name.endswith(".safetensors")}
+    capsys.readouterr()
+    for name, told in (
+        ("tiny/v3", "tiny/v3 has no revision 'v9'"),
+        ("demo", "--revision is of a model of a hub"),
+    ):
+        assert cli.main(["info", name, "--revision", "v9"]) == 2
+        err = capsys.readouterr().err
+        assert told in err
+        assert err.count("\n") == 1
+
+
+def test_a_path_has_no_revision() -> None:
+    with pytest.raises(ConfigError, match="revision = 'v1' is of a model of a hub"):
+        model_folder(model_dir("v3"), revision="v1")
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ FOREIGN = {
     *("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "speculators", "uniqueItems"),
     *("SGLANG_SIMULATE_ACC_LEN", "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS", "synthetic_acceptance_rates"),
     *("ray.data.Dataset.map_batches", "WebSearchTool", "bind_tools", "response_model", "namespace__name"),
-    *("cuGraphLaunch", "cuTensorMapEncodeTiled", "xla_llvm_disable_expensive_passes", "relu"),
+    *("HF_ENDPOINT", "cuGraphLaunch", "cuTensorMapEncodeTiled", "xla_llvm_disable_expensive_passes", "relu"),
     *("prefill_t64x1_p16", "step_b8_k3_t64x4_p16", "nextn_entries", "computer__scroll"),
     *("metrics.speculative_decoding", "X.weight_shape", "text.format", "programmatic_tool_calling"),
 }

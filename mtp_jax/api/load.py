@@ -63,15 +63,19 @@ class LoadedModel(DescribedModel):
 
 def describe_simulated(options: LLMOptions) -> DescribedModel:
     """A model to be simulated. Raises ConfigError."""
-    directory = _directory(options, options.reporter or Silent())
+    directory = _located(options, options.reporter or Silent(), weights=False)[0]
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     config = _with_eos(config_of_file(directory / "config.json"), tokenizer)
     sampling = sampling_defaults(directory, options.sampling_defaults)
     return DescribedModel(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
 
 
-def _directory(options: LLMOptions, report: Reporter) -> Path:
-    return demo_model() if options.model is None else model_folder(Path(options.model), report)
+def _located(options: LLMOptions, report: Reporter, *, weights: bool = True) -> tuple[Path, ...]:
+    """The folders of the model, and of its head where one is named."""
+    own = Path(options.model) if options.model is not None else demo_model()
+    folder = model_folder(own, report, options.revision, weights=weights)
+    draft = options.draft_model
+    return (folder,) if draft is None else (folder, model_folder(Path(draft), report))
 
 
 def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -85,7 +89,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     """Load the model of the options. Raises ConfigError, CheckpointError."""
     use_compile_cache(options.compile_cache)
     options = replace(options, mesh=with_auto_axes(options.mesh))
-    directory = _directory(options, report)
+    folders = _located(options, report)
+    directory, draft = folders[0], folders[1] if len(folders) > 1 else None
     # Everything that can be wrong with the options is found before the weights are read.
     described = config_of_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
@@ -99,13 +104,11 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     on = backend_of(engine, options.mesh)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
-    draft = options.draft_model
-    folders = (directory,) if draft is None else (directory, Path(draft))
     compare_weights = _compare(options, folders, engine, num_nextn_layers)
     with report.phase("read", "B") as update:
         loaded = checkpoint.load(
             directory,
-            options.draft_model,
+            draft,
             dtype=engine.dtype,
             narrow="multiplied",
             mesh=options.mesh,

@@ -1,4 +1,7 @@
-"""The folder of a model that is named by its GGUF file: converted once, into the user's cache."""
+"""The folder of a model that is named otherwise: on a hub, or by its GGUF file.
+
+A GGUF file is converted once, into the user's cache.
+"""
 
 import hashlib
 import os
@@ -7,6 +10,7 @@ from pathlib import Path
 
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.errors import ConfigError
+from mtp_jax.hub import fetch, is_name
 from mtp_jax.model.hf_config import is_gguf
 
 _CACHE = Path("~/.cache/mtp-jax/gguf")
@@ -14,15 +18,28 @@ _CACHE = Path("~/.cache/mtp-jax/gguf")
 _VERSION = 1
 
 
-def model_folder(model: Path, report: Reporter | None = None) -> Path:
-    """The folder of a model: its own path, or that of a GGUF file's conversion.
+def model_folder(
+    model: Path, report: Reporter | None = None, revision: str | None = None, *, weights: bool = True
+) -> Path:
+    """The folder of a model: its own path, that of a hub's model, or that of a GGUF file's conversion.
 
     A conversion lies in the cache below the digest of its file, under the file's name. It is written to
     another folder first, so that a conversion which is interrupted leaves nothing there.
 
-    Raises ConfigError where the library gguf or a home folder is missing, CheckpointError for a file that
-    cannot be read, and OSError.
+    revision: of a hub's model. weights: False: its weights are not fetched.
+
+    Raises ConfigError where a library or a home folder is missing, or the hub does not give the model,
+    CheckpointError for a file that cannot be read, and OSError.
     """
+    if is_name(model):
+        return fetch(
+            str(model), revision, weights=weights, quiet=report is None or isinstance(report, Silent)
+        )
+    if revision is not None:
+        raise ConfigError(
+            f"revision = {revision!r:.80} is of a model of a hub, named as org/name, and {model} is a path; "
+            "leave it out"
+        )
     if not is_gguf(model):
         return model
     cache = Path(os.path.expanduser(_CACHE))

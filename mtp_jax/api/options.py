@@ -30,16 +30,24 @@ class LLMOptions(EngineOptions):
 
     model: str | Path | None = option(
         None,
-        "directory with config.json and weights, as released or as convert wrote it, or a GGUF file",
+        "directory with config.json and weights, as released or as convert wrote it, the name of a hub's "
+        "model, org/name, or a GGUF file",
         kind=Path,
         unset="the demo model",
         flag=None,
     )
     _: KW_ONLY
+    revision: str | None = option(
+        None,
+        "branch, tag or commit of a hub's model; every command that takes a model has --revision",
+        kind=str,
+        unset="main",
+        flag=None,
+    )
     draft_model: str | Path | None = option(
         None,
-        "directory of an EAGLE-3, DFlash, DFlash2 or DSpark head, of a head of drafter's kind, or of NextN "
-        "layers exported by themselves",
+        "directory, or the name on a hub, of an EAGLE-3, DFlash, DFlash2 or DSpark head, of a head of "
+        "drafter's kind, or of NextN layers exported by themselves",
         kind=Path,
         unset="the model's own",
         metavar="DIR",

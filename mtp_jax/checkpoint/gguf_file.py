@@ -13,7 +13,7 @@ import numpy as np
 
 from mtp_jax.errors import CheckpointError, ConfigError
 
-# Entries of the longest list: the largest vocabularies have 262,144 tokens and twice as many merges.
+# Entries of the longest list: the largest vocabularies have 262,144 tokens and two merges for each.
 _LONGEST = 2**22
 
 

@@ -86,19 +86,12 @@ def write_gguf(file: Path, out: Path, progress: OnProgress | None = None) -> Non
 
 
 def _described(file: GgufFile) -> tuple[JsonObject, GgufTokens]:
-    """config.json and the tokenizer. Raises CheckpointError, ConfigError."""
-    facts, embed = file.facts, file.tensors.get(_NAMES["model.embed_tokens.weight"])
-    if (got := facts.get("general.architecture")) != _ARCHITECTURE:
-        raise CheckpointError(f"the architecture {got!r:.80} is not supported; expected {_ARCHITECTURE!r}")
-    if (parts := facts.get("split.count", 1)) not in (0, 1):
-        raise CheckpointError(f"it is one of {parts!r:.80} parts; join them first (llama-gguf-split --merge)")
-    own = {k.removeprefix("llama."): v for k, v in facts.items() if k.startswith("llama.")}
-    needed = [key for key in _KEYS if key not in _OPTIONAL]
-    if lacks := [f"llama.{key}" for key in needed if key not in own]:
-        raise CheckpointError(f"it lacks {shortlist(lacks)}")
+    """config.json and the tokenizer. Raises CheckpointError, ConfigError where the file is no such model."""
+    own = _own_facts(file.facts)
+    embed = file.tensors.get(_NAMES["model.embed_tokens.weight"])
     if embed is None or len(embed.shape) != 2:
         raise CheckpointError("it has no table token_embd.weight")
-    tokens = GgufTokens(facts)
+    tokens = GgufTokens(file.facts)
     raw: JsonObject = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": _ARCHITECTURE,
@@ -119,6 +112,18 @@ def _described(file: GgufFile) -> tuple[JsonObject, GgufTokens]:
     return raw, tokens
 
 
+def _own_facts(facts: JsonObject) -> JsonObject:
+    """The keys of a Llama, without their prefix. Raises CheckpointError where it is none, or lacks a key."""
+    if (got := facts.get("general.architecture")) != _ARCHITECTURE:
+        raise CheckpointError(f"the architecture {got!r:.80} is not supported; expected {_ARCHITECTURE!r}")
+    if (parts := facts.get("split.count", 1)) not in (0, 1):
+        raise CheckpointError(f"it is one of {parts!r:.80} parts; join them first (llama-gguf-split --merge)")
+    own = {k.removeprefix("llama."): v for k, v in facts.items() if k.startswith("llama.")}
+    if lacks := [f"llama.{key}" for key in _KEYS if key not in (*_OPTIONAL, *own)]:
+        raise CheckpointError(f"it lacks {shortlist(lacks)}")
+    return own
+
+
 def _plain(value: object) -> object:
     """A value as a release writes it: the shortest number that is the same in float32."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
@@ -137,7 +142,9 @@ def _refuse(own: JsonObject, head_dim: int) -> None:
 
 
 def _scaling(factors: np.ndarray, head_dim: int, theta: float) -> JsonObject:
-    """rope_scaling of config.json, from the numbers that divide the frequencies. Raises CheckpointError.
+    """rope_scaling of config.json, from the numbers that divide the frequencies.
+
+    Raises CheckpointError where no scaling of Llama 3 has these numbers.
 
     A file has no other trace of Llama 3.1's scaling. Its numbers were made in float32: a blend of 1 and 1/32
     is off by 32 roundoffs at most, a hundredth of the slack.

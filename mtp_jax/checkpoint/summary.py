@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax.sharding import AbstractMesh
 
-from mtp_jax.checkpoint.folder import INDEX, read_config
+from mtp_jax.checkpoint.folder import read_config
 from mtp_jax.checkpoint.formats import (
     FORMATS,
     STORED,
@@ -185,8 +185,8 @@ def _by_part(tensors: dict[str, Tensor]) -> dict[str, DtypeTotals]:
 
 
 def _has_no_weights(path: Path) -> bool:
-    described = os.path.isfile(path / "config.json")
-    return described and not ((path / INDEX).exists() or any(path.glob("*.safetensors")))
+    # An index may have come without the files that it names: from a hub, for a description.
+    return os.path.isfile(path / "config.json") and not any(path.glob("*.safetensors"))
 
 
 def _declared(path: Path, num_nextn_layers: int | None, devices: int) -> Summary:

@@ -200,7 +200,10 @@ def new_folder(path: str | Path) -> Path:
 
 
 def write_file(path: Path, pieces: Iterable[NewTensor]) -> None:
-    """Write one safetensors file. All its tensors are in memory then. Raises CheckpointError."""
+    """Write one safetensors file. All its tensors are in memory then.
+
+    Raises CheckpointError where the disk takes no more.
+    """
     tensors = {p.name: np.ascontiguousarray(p.data()) for p in pieces}
     try:
         save_file(tensors, path, {"format": "pt"})

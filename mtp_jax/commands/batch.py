@@ -13,10 +13,10 @@ from mtp_jax.commands.options import (
     add_engine,
     add_options,
     chosen,
-    model_dir,
     model_options,
     open_llm,
     reporter,
+    served_name,
 )
 from mtp_jax.commands.parser import Subparsers, positive
 from mtp_jax.errors import EngineStopped, RequestError
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, answer: "Callable[[BatchWork], str] | None" = 
     lines, before = batch_file.already(args.source, args.target)
     if args.retry_failed and batch_file.forget_refused(args.target):
         lines, before = batch_file.already(args.source, args.target)
-    name = model_dir(args).resolve().name
+    name = served_name(args)
     settings = chosen(args, Settings, model_names=name, max_body_bytes=batch_file.MAX_BODY_BYTES)
     if before.done == lines:
         return _end(args, _done(before), before)

@@ -6,7 +6,7 @@ from pathlib import Path
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_head, captures, model_dir
-from mtp_jax.commands.parser import Parser, Subparsers, folder, mesh_shape
+from mtp_jax.commands.parser import Parser, Subparsers, add_revision, folder, mesh_shape
 
 
 def register(subparsers: Subparsers) -> None:
@@ -50,6 +50,7 @@ def _add_model(parser: Parser) -> None:
         "model", type=folder, help="directory with config.json and weights, a GGUF file, or --model DIR"
     )
     parser.model_first = True
+    add_revision(parser)
 
 
 def run_export(args: argparse.Namespace) -> int:

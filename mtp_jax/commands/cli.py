@@ -18,7 +18,8 @@ from mtp_jax.api.model_folder import model_folder
 from mtp_jax.commands import chat, checkpoints, completion, generate, server
 from mtp_jax.commands.options import in_flags, reporter
 from mtp_jax.commands.parser import Parser, Subparsers
-from mtp_jax.errors import MtpJaxError
+from mtp_jax.errors import ConfigError, MtpJaxError
+from mtp_jax.hub import is_name
 from mtp_jax.model.hf_config import is_gguf
 
 _BATCH, _SERVE = server.commands()
@@ -84,10 +85,25 @@ def _run(argv: Sequence[str] | None) -> int:
     except SystemExit as stop:  # help has been printed, or an error
         return int(stop.code or 0)
     args.command = list(sys.argv[1:] if argv is None else argv)
-    model = getattr(args, "model", None)  # a path, or its text
-    if model and is_gguf(Path(model)):
-        args.model = type(model)(model_folder(Path(model), reporter(args)))
+    if "weights" in args:
+        find_folders(args)
     return args.run(args)
+
+
+def find_folders(args: argparse.Namespace) -> None:
+    """Replace the names of models, as on a hub or of GGUF files, by their folders."""
+    revision, report = vars(args).pop("revision", None), reporter(args)
+    if args.model is not None and is_name(args.model):
+        args.hub_name = str(args.model)
+    elif revision is not None:
+        raise ConfigError("--revision is of a model of a hub, named as org/name; leave it out")
+    weights = args.weights and "simulate" not in args
+    # The headers of a head's files say its sizes.
+    for name, of, whole in (("model", revision, weights), ("draft_model", None, True)):
+        model = getattr(args, name, None)  # a path, or its text
+        if model is not None and (is_name(model) or is_gguf(Path(model))):
+            folder = model_folder(Path(model), report, of, weights=whole)
+            setattr(args, name, type(model)(folder))
 
 
 def make_parser() -> Parser:

@@ -352,6 +352,11 @@ def _structured(args: argparse.Namespace) -> StructuredOutput | None:
     return StructuredOutput(schema, args.json_object, args.regex, args.choice)
 
 
+def served_name(args: argparse.Namespace) -> str:
+    """The name of the model for clients: the hub's, or that of its directory. See ``model_dir``."""
+    return getattr(args, "hub_name", None) or model_dir(args).resolve().name
+
+
 def model_dir(args: argparse.Namespace) -> Path:
     """The model's directory. Raises ConfigError if there is none, or no model in it."""
     if args.model is not None and not args.model.is_dir():

@@ -106,7 +106,8 @@ class Subparsers(Protocol):
 def add_model(
     parser: argparse.ArgumentParser, help: str, kind: Callable[[str], object] = folder, default: object = None
 ) -> None:
-    """The model of a command: MODEL, or --model DIR."""
+    """The model of a command: MODEL, or --model DIR. ``cli.py`` finds its folder."""
+    add_revision(parser)
     either = parser.add_mutually_exclusive_group()
     # The first argument has no default, which would overwrite a value of --model. Textual defaults are
     # converted.
@@ -121,6 +122,13 @@ def add_model(
     )
     same = "the same; demo: the demo model"
     either.add_argument("--model", type=kind, default=default, metavar="DIR", help=same)
+
+
+def add_revision(parser: argparse.ArgumentParser) -> None:
+    """Declare the option of a hub's model. The command reads weights unless it sets ``weights`` to False."""
+    help = "branch, tag or commit of a model of a hub (default: main)"
+    parser.add_argument("--revision", metavar="REV", default=argparse.SUPPRESS, help=help)
+    parser.set_defaults(weights=True)
 
 
 def integer(text: str) -> int:

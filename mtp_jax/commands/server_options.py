@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from mtp_jax.commands.options import chosen, given, model_dir, model_options
+from mtp_jax.commands.options import chosen, given, model_options, served_name
 from mtp_jax.errors import ConfigError
 from mtp_jax.options import check_company
 from serve.base.settings import Settings
@@ -15,7 +15,7 @@ SLOTS = 8
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """The server's settings. Raises ConfigError."""
-    name, admin_key = model_dir(args).resolve().name, os.environ.get(_ADMIN_KEY_VARIABLE)
+    name, admin_key = served_name(args), os.environ.get(_ADMIN_KEY_VARIABLE)
     keys = given(args, Settings).get("api_keys", ())
     keys = (*keys, *filter(None, [os.environ.get(KEY_VARIABLE)]))
     settings = chosen(args, Settings, ["api_keys"], model_names=name, admin_key=admin_key, api_keys=keys)

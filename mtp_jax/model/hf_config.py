@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,14 +9,11 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 
 _GGUF = ".gguf"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def missing_folder(path: Path) -> str:
-    """The message where a model's path is no folder; the name of a model on a hub gets a hint."""
-    message = f"{path} is not a directory; name one with config.json and safetensors"
-    if _HUB_NAME.fullmatch(str(path)):
-        message += f". Nothing is downloaded here: hf download {path} --local-dir DIR, then name DIR"
+    """The message where a model's path is no folder."""
+    message = f"{path} is not a directory; name one with config.json and safetensors, or a hub's org/name"
     return message + _gguf_hint([path] if os.path.isfile(path) else [])
 
 

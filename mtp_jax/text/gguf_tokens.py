@@ -81,7 +81,7 @@ class GgufTokens:
 
 
 def _way(facts: Mapping[str, Any]) -> str:
-    """The way in which text is first split. Raises CheckpointError."""
+    """The way in which text is first split. Raises CheckpointError for one that is not known here."""
     for key, known in (("tokenizer.ggml.model", (_BPE,)), ("tokenizer.ggml.pre", tuple(_WAYS))):
         if (got := facts.get(key)) not in known:
             raise CheckpointError(f"{key} = {got!r:.80} is not supported; expected {' or '.join(known)}")
@@ -91,7 +91,7 @@ def _way(facts: Mapping[str, Any]) -> str:
 
 
 def _list(key: str, facts: Mapping[str, Any], kind: type[_T]) -> list[_T]:
-    """A list of values of one type. Raises CheckpointError."""
+    """A list of values of one type. Raises CheckpointError where the file has another value."""
     found = facts.get(key)
     if not isinstance(found, list) or not found or not all(type(value) is kind for value in found):
         raise CheckpointError(f"{key} = {found!r:.80}; expected a list of {kind.__name__}")
@@ -99,7 +99,7 @@ def _list(key: str, facts: Mapping[str, Any], kind: type[_T]) -> list[_T]:
 
 
 def _id(key: str, facts: Mapping[str, Any], count: int) -> int | None:
-    """A token's id, None where the file has none. Raises CheckpointError."""
+    """A token's id, None where the file has none. Raises CheckpointError for an id of no token."""
     found = facts.get(key)
     if found is not None and not (type(found) is int and 0 <= found < count):
         raise CheckpointError(f"{key} = {found!r:.80}; expected an id below {count}")

@@ -172,8 +172,8 @@ def test_export_to_xllm(tmp_path: Path):
 
 def test_what_xllm_does_not_read(tmp_path: Path):
     for name, told in (
-        ("mtp2", "the model has 2; take"),
-        ("dsa_v32", "1 with; take"),
+        ("mtp2", "this is deepseek_v3 with 2; take"),
+        ("dsa_v32", "this is deepseek_v32 with 1; take"),
         ("glm45", "this is GLM-4.5"),
     ):
         with pytest.raises(ConfigError, match=told):

@@ -49,7 +49,7 @@ def register(subparsers: Subparsers) -> None:
         help="describe this machine instead: versions, instructions, forms of programs, measured peaks; "
         "a report of a defect needs them",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(weights=False, run=run)
 
 
 def run(args: argparse.Namespace) -> int:

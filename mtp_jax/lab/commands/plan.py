@@ -68,7 +68,7 @@ def register(subparsers: Subparsers) -> None:
         metavar="PNG",
         help="draw tokens/s of a GPU against tokens/s of a user, or with --load the times of requests",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(weights=False, run=run)
 
 
 def _add_hardware(parser: Parser) -> None:

@@ -56,10 +56,11 @@ class DeepSeekV3(Family):
 
     def exported_to_xllm(self, cfg: ModelConfig) -> JsonObject:
         """See ``Family``."""
-        if cfg.indexer is not None or cfg.num_nextn_predict_layers != 1:
+        kind, layers = self.kind(cfg)[0], cfg.num_nextn_predict_layers
+        if (kind, layers) != (self.name, 1):
             raise ConfigError(
-                "layout = 'xllm' has one NextN layer without an indexer, the model has "
-                f"{cfg.num_nextn_predict_layers}{' with' if cfg.indexer else ''}; take 'lmsys'"
+                f"layout = 'xllm' is known of {self.name} with one NextN layer, this is {kind} with "
+                f"{layers}; take 'lmsys'"
             )
         architectures = ["DeepseekMTPForCausalLM"]
         counts = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "first_k_dense_replace": 0}

@@ -200,7 +200,7 @@ class Family:
         return {"architectures": architectures, **count}
 
     def exported_to_xllm(self, cfg: ModelConfig) -> JsonObject:
-        """The keys of config.json that differ in such a folder as xLLM reads it. Raises ConfigError."""
+        """The same as xLLM reads it. Raises ConfigError where xLLM reads no such layers."""
         raise ConfigError(
             f"layout = 'xllm' is known of DeepSeek-V3 alone, this is {self.title}; take 'lmsys'"
         )

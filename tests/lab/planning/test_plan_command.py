@@ -225,7 +225,7 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("DeepSeek-V3 --accept-rates 1.5", "'1.5' is not a list of numbers from 0 to 1"),
         ("Kimi-K2-Thinking --depths 1", "depth = 1; config.json declares no NextN layer"),
         ("nowhere", "nowhere is not a directory; name one with config.json"),
-        ("zai-org/GLM-5", "Nothing is downloaded here: hf download zai-org/GLM-5"),
+        ("zai-org/GLM-5", "the cache of the hub does not have all of zai-org/GLM-5"),
         ("list.json", "list.json holds a JSON list; expected an object"),
         ("mamba.json", "model_type 'mamba' is not supported"),
         ("", "name a model's directory or its config.json, or deepseek-v3 or"),
