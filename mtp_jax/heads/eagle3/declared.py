@@ -107,10 +107,8 @@ class Eagle3Config(LayeredHead):
                 f"an EAGLE-3 head of {layer.num_hidden_layers} layers is not supported; expected 1"
             )
         key = "eagle_aux_hidden_state_layer_ids"
-        if (
-            said.get(key) is None
-        ):  # EAGLE's own three: inputs of layers near the start, in the middle, at the end
-            said, captures = {**said, key: [2, layers // 2, layers - 3]}, "inputs"
+        if said.get(key) is None:
+            said, captures = {**said, key: _own_taps(layers)}, "inputs"
         if captures is None:
             captures = "outputs" if isinstance(said[key], list) and said[key][:1] == [1] else "inputs"
         taps = taps_of(said, key, layers, captures)
@@ -133,12 +131,17 @@ class Eagle3Config(LayeredHead):
         )
 
     @staticmethod
-    def fresh(trunk: ModelConfig) -> JsonObject:
-        """The config.json of a new head: one layer with the trunk's attention and dense width."""
+    def fresh(trunk: ModelConfig, vocab: int | None = None, mlp: int | None = None) -> JsonObject:
+        """The config.json of a new head: one layer with the trunk's attention.
+
+        vocab: number of tokens that it drafts; None: all. mlp: width of its MLP; None: the trunk's dense one.
+        """
         return config_json(trunk) | {
             "architectures": ["LlamaForCausalLMEagle3" if trunk.gqa else "Eagle3DeepseekV2ForCausalLM"],
-            "draft_vocab_size": trunk.vocab_size,
+            "draft_vocab_size": vocab or trunk.vocab_size,
+            "intermediate_size": mlp or trunk.intermediate_size,
             "num_hidden_layers": 1,
+            "eagle_aux_hidden_state_layer_ids": _own_taps(trunk.num_hidden_layers),
             "norm_output": True,
             "tie_word_embeddings": False,
         }
@@ -159,3 +162,8 @@ class Eagle3Config(LayeredHead):
             embed=own_embedding(trunk, self, self.layer),
             target_offset=target_offset(self, self.layer),
         )
+
+
+def _own_taps(layers: int) -> list[int]:
+    """EAGLE's own three: inputs of layers near the start, in the middle, near the end."""
+    return [2 if layers > 1 else 0, layers // 2, max(layers - 3, 0)]

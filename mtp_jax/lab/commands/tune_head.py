@@ -26,6 +26,7 @@ _SLOTS, _MAX_TOKENS = 8, 512
 # Options of requests that wait beside each other, and of experts that move meanwhile.
 _OF_SERVERS = ("page_size", "prefix_cache", "host_cache_gib")
 _OF_SERVERS += ("micro_batches", "redundant_experts", "expert_rebalance")
+_OF_HEADS = ("draft_vocab",)  # of the head that learns, not of the engine that answers
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 _DESCRIPTION = """\
 Tune the model's NextN layers, or the head of --draft-model, on the model's own answers. Lines of FILE:
@@ -40,11 +41,14 @@ def register(subparsers: Subparsers) -> None:
     )
     add_model(parser, "directory with config.json and weights (default: the demo model)")
     parser.add_config()
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="the texts, JSON lines")
+    texts = parser.add_mutually_exclusive_group(required=True)
+    texts.add_argument("--prompts", type=Path, metavar="FILE", help="the texts, JSON lines")
+    add_options(texts, TuneOptions, ["own_prompts"])
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="hidden states, checkpoints, losses, the head"
     )
-    add_options(parser.add_argument_group("tuning"), TuneOptions)
+    others = [name for name in declared(TuneOptions) if name != "own_prompts"]
+    add_options(parser.add_argument_group("tuning"), TuneOptions, others)
     own = {"max_tokens": f"{_MAX_TOKENS}", "temperature": "the model's own, else 1"}
     add_options(parser.add_argument_group("answers"), SamplingParams, _SAMPLING, own)
     own = {"max_num_seqs": f"{_SLOTS}"}
@@ -63,7 +67,7 @@ def _engine() -> list[str]:
 def run(args: argparse.Namespace) -> int:
     """Tune. Returns the exit status."""
     options, directory = chosen(args, TuneOptions), model_dir(args)
-    model = chosen(args, LLMOptions, model=directory)
+    model = chosen(args, LLMOptions, without=_OF_HEADS, model=directory)
     taken_kind(model.drafter)
     if not model.drafts:
         raise ConfigError("num_speculative_tokens = 0; expected 1 or more: the drafts to tune")
@@ -78,8 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
     report, draft_model = reporter(args), model.draft_model
     sampling = {"max_tokens": _MAX_TOKENS} | given(args, SamplingParams)
+    prompts = args.prompts or args.out / "prompts.jsonl"
     facts = {
-        "prompts": digest(args.prompts),
+        "prompts": digest(args.prompts) if args.prompts else f"{options.own_prompts} of seed {options.seed}",
         "model": folder_digest(directory),
         "head": folder_digest(Path(draft_model)) if draft_model else options.fresh,
     }
@@ -87,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     def opened(head: Path | None) -> "LLM":
         own = copy(args)
         own.model = directory
+        for name in _OF_HEADS:
+            vars(own).pop(name, None)
         if head is not None:
             own.draft_model = head
             vars(own).pop("num_nextn_layers", None)
@@ -97,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         return open_llm(own, report, _SLOTS)
 
     mesh = make_mesh(*args.mesh) if "mesh" in args else None
-    files = Given(options, replace(model, mesh=mesh), args.prompts, args.out, facts, sampling)
+    files = Given(options, replace(model, mesh=mesh), prompts, args.out, facts, sampling)
     found = tune(files, opened, report)
     show.write(_table(found) + f"{args.out / 'head'}\n")
     return 0

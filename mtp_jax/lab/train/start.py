@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
@@ -54,8 +55,12 @@ class Start:
         save_drafter(directory, self.cfg, _with_indexers(params, own), self.raw)
 
 
-def begin(model: LLMOptions, options: TuneOptions) -> Start:
-    """Load the head of a model, or make one. Raises ConfigError, CheckpointError."""
+def begin(model: LLMOptions, options: TuneOptions, answers: np.ndarray | None = None) -> Start:
+    """Load the head of a model, or make one. Raises ConfigError, CheckpointError.
+
+    answers: tokens, the commonest of which a head with fewer tokens drafts; None: it drafts the first ones,
+    as for its sizes alone.
+    """
     check_company(ConfigError, options, model)
     folder, fresh, mesh = Path(model.model or demo_model()), options.fresh, model.mesh
     if is_orbax(folder):
@@ -80,13 +85,26 @@ def begin(model: LLMOptions, options: TuneOptions) -> Start:
         cfg = loaded.config.with_nextn(declared.nextn_moe[:1] or (False,))
         raw = raw | _counted(cfg)
     else:
-        raw = Eagle3Config.fresh(loaded.config)
+        raw = Eagle3Config.fresh(loaded.config, options.draft_vocab, options.draft_mlp)
         cfg = replace(loaded.config, drafter=Eagle3Config.read(raw, loaded.config, {}, None))
     check_divisible(cfg, mesh)
     specs = param_specs(cfg).drafts
     where = mesh and jax.tree.map(lambda spec: param_sharding(spec, mesh), specs)
     drafts = jax.jit(lambda key: init_tree(specs, key), out_shardings=where)(jax.random.key(options.seed))
-    return Start(cfg, loaded.params.with_drafts(drafts), raw)
+    params = loaded.params.with_drafts(drafts)
+    if options.draft_vocab and answers is not None:
+        counts = np.bincount(answers, minlength=cfg.vocab_size)
+        params = _drafting(params, counts, options.draft_vocab)
+    return Start(cfg, params, raw)
+
+
+def _drafting(params: Params, counts: np.ndarray, vocab: int) -> Params:
+    """Parameters whose head drafts the commonest tokens, of equals the lowest, in the order of their ids."""
+    head: Any = params.drafter
+    ids = np.sort(np.argsort(-counts, kind="stable")[:vocab])
+    offsets = (ids - np.arange(vocab)).astype(np.int32)
+    offsets = jax.device_put(offsets, head.target_offset.sharding)
+    return replace(params, drafter=replace(head, target_offset=offsets))
 
 
 def _counted(cfg: ModelConfig) -> JsonObject:

@@ -141,6 +141,11 @@ class StateStream:
         """Number of tokens in answers."""
         return int(self._small["answer"].sum())
 
+    @property
+    def answers(self) -> np.ndarray:
+        """The tokens of all answers, int32 [n]."""
+        return self._small["tokens"][self._small["answer"]]
+
     def windows(self, starts: np.ndarray, length: int, anchors: np.ndarray) -> StateWindows:
         """Windows of ``length`` tokens that begin at ``starts``."""
         spans = [range(start, start + length) for start in map(int, starts)]

@@ -27,6 +27,7 @@ from mtp_jax.lab.train.head_loss import HeadFigures, Task, merged, objective, sp
 from mtp_jax.lab.train.learner import learner_of
 from mtp_jax.lab.train.mixed import differentiable
 from mtp_jax.lab.train.optimizer import make_optimizer
+from mtp_jax.lab.train.own_prompts import write_own_prompts
 from mtp_jax.lab.train.prompts import PromptLine, read_prompts
 from mtp_jax.lab.train.recipe import Descent
 from mtp_jax.lab.train.report import Panel, RunReporter, plot_losses
@@ -41,6 +42,7 @@ from mtp_jax.model.sharding import data_size, partition
 _LOG = logging.getLogger(__name__)
 _REPORT_SECONDS = 30.0
 _PHASES = {
+    "prompts": "before 1 of 5, prompts of its own",
     "held_out": "1 of 5, answers and states of held-out texts",
     "learned": "2 of 5, answers and states of texts to learn",
     "before": "3 of 5, acceptance before",
@@ -63,7 +65,7 @@ class Given:
     Attributes:
         options: of the tuning.
         model: the model, the head to begin with, and the devices.
-        prompts: the file of texts, JSON lines.
+        prompts: the file of texts, JSON lines, which is written where the model writes its own.
         out: receives `states/`, `state/`, `metrics.jsonl`, `loss.png`, `report.json` and `head/`.
         facts: facts of the model and the head that a resumed run must share.
         sampling: options of the answers.
@@ -96,7 +98,7 @@ def tune(given: Given, open_llm: Callable[[Path | None], LLM], report: Phases) -
     with report.phase("read head"):  # so that it is refused before the model is loaded
         task = _task(given, begin(given.model, given.options))
     before = _prepare(given, task, open_llm, report)
-    _learn(given, task, begin(given.model, given.options))
+    _learn(given, task)
     llm = open_llm(given.out / "head")
     with report.phase(_PHASES["after"]):
         after = _measure(given, llm, _texts(given, llm)[1])
@@ -138,12 +140,15 @@ def _prepare(
     given: Given, task: Task, open_llm: Callable[[Path | None], LLM], report: Phases
 ) -> JsonObject | None:
     """Write the states, unless they are there. Returns the acceptance of the model's own drafts, if any."""
-    folder, done = given.out / "states", given.out / "before.json"
+    folder, done, options = given.out / "states", given.out / "before.json", given.options
     facts = given.facts | {"sampling": given.sampling, "taps": [*task.taps]}
-    facts |= {"held_out": given.options.held_out}
+    facts |= {"held_out": options.held_out}
     check_same_run(given.out / "states.json", facts, {}, resuming=folder.exists())
     if not done.exists():
         llm = open_llm(None)
+        if options.own_prompts:
+            own, phase = (options.own_prompts, options.seed, given.sampling), _PHASES["prompts"]
+            write_own_prompts(llm, *own, given.prompts, report, phase)
         learned, held_out = _texts(given, llm)
         for name, texts in (("held_out", held_out), ("learned", learned)):
             write_states(llm, texts, folder / name, task.taps, given.sampling, report, _PHASES[name])
@@ -189,12 +194,13 @@ def _measure(given: Given, llm: LLM, texts: Sequence[PromptLine]) -> JsonObject:
 # Steps
 
 
-def _learn(given: Given, task: Task, start: Start) -> None:
+def _learn(given: Given, task: Task) -> None:
     """Do the steps, and write the head."""
     options = given.options
     learned, held_out = (
         StateStream(given.out / "states" / name, task.taps) for name in ("learned", "held_out")
     )
+    start = begin(given.model, options, learned.answers)
     trained, fixed = split(start.dense.params)
     rate = options.learning_rate
     descent = Descent(
@@ -203,6 +209,7 @@ def _learn(given: Given, task: Task, start: Start) -> None:
     state = TrainState(trained, jax.jit(make_optimizer(descent, options.steps).init)(trained))
     run = TrainingRun(given.out, options.checkpoint_minutes, options.steps)
     facts = {"seed": options.seed, "drafts": task.drafts, "prompts": given.facts["prompts"]}
+    facts |= {"draft_vocab": options.draft_vocab, "draft_mlp": options.draft_mlp}
     first, state = run.begin(state, facts | {"window": options.window}, {"options": asdict(options)})
     reporter = RunReporter(given.out, first, options.steps, _REPORT_SECONDS)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))

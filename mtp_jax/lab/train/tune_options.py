@@ -22,6 +22,31 @@ class TuneOptions:
         unset="the model's NextN layers, or the head of draft_model",
         excludes={"draft_model": "one head is begun, the other is there"},
     )
+    draft_vocab: int | None = option(
+        None,
+        "tokens that a fresh EAGLE-3 head drafts, the commonest of the answers; verification has them all",
+        kind=int,
+        low=2,
+        unset="the whole vocabulary",
+        metavar="N",
+    )
+    draft_mlp: int | None = option(
+        None,
+        "width of a fresh EAGLE-3 head's MLP",
+        kind=int,
+        low=1,
+        unset="the model's dense width",
+        metavar="N",
+    )
+    own_prompts: int | None = option(
+        None,
+        "prompts that the model writes itself, given the beginning of a user's turn, in the place of a file",
+        kind=int,
+        low=2,
+        high=10**7,
+        unset="the prompts of a file",
+        metavar="N",
+    )
     objective: Objective = option(
         "kl",
         "distance of the drafts' distribution from the trunk's: the Kullback-Leibler divergence, or the "
@@ -57,6 +82,9 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
+        for name in ("draft_vocab", "draft_mlp"):
+            if (value := getattr(self, name)) and self.fresh != "eagle3":
+                raise ConfigError(f"{name}={value} without fresh=eagle3; expected both, or neither")
 
     def decay_of(self, drafts: int, whole_block: bool) -> float:
         """The weight of each draft over that of the draft before it (FastMTP, arXiv 2509.18362: 0.6)."""
