@@ -28,6 +28,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import multiplies_bf16, platform
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.family import config_of_file
+from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
 from mtp_jax.model.sharding import with_auto_axes
@@ -108,12 +109,11 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     with report.phase("read", "B") as update:
         loaded = checkpoint.load(
             directory,
-            draft,
+            DraftFolder.of(draft, options.draft_captures),
             dtype=engine.dtype,
             narrow="multiplied",
             mesh=options.mesh,
             num_nextn_layers=num_nextn_layers,
-            draft_captures=options.draft_captures,
             progress=update,
         )
     with report.phase("place"):

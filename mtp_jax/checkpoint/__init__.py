@@ -7,15 +7,17 @@ from jax.sharding import Mesh
 
 from mtp_jax.checkpoint.formats import FOUR_BITS, STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
-from mtp_jax.checkpoint.read import Loaded, OnProgress, load_folder
+from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.checkpoint.read import Loaded, Loader, OnProgress
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint, save_drafter
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.device import is_hopper, platform
-from mtp_jax.model.head import Captures
+from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.sharding import with_auto_axes
 
 __all__ = [
+    "DraftFolder",
     "Loaded",
     "NarrowWeights",
     "OnProgress",
@@ -37,13 +39,12 @@ NarrowWeights = Literal["dequantise", "keep", "multiplied"]
 
 def load(
     model_dir: str | Path,
-    draft_model: str | Path | None = None,
+    draft_model: str | Path | DraftFolder | None = None,
     *,
     dtype: str = "float32",
     narrow: NarrowWeights | None = None,
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
-    draft_captures: Captures | None = None,
     progress: OnProgress | None = None,
 ) -> Loaded:
     """Load a model.
@@ -51,7 +52,9 @@ def load(
     Args:
         model_dir: a folder in Hugging Face layout, or a folder written by ``mtp-jax convert``.
         draft_model: a folder with the NextN layers (in place, lmsys NextN or xLLM export) or with a draft
-            head. None: the layers of ``model_dir``.
+            head; a ``DraftFolder`` also says whether a head's list of taps counts "outputs" of the trunk's
+            layers or "inputs", in place of outputs if it begins with 1, as SGLang and vLLM read it. None: the
+            layers of ``model_dir``.
         dtype: "float32" or "bfloat16", of everything but norms and routers, which are float32.
         narrow: "keep": weights in FP8, FP4 or int4, and for float32 weights in bfloat16, stay so in memory
             (``model.narrow``); "dequantise": they become ``dtype``; "multiplied": weights stay that the
@@ -61,8 +64,6 @@ def load(
             none.
         mesh: devices to place the parameters on; each device reads only its part. None: one device.
         num_nextn_layers: number of NextN layers to load; None for all.
-        draft_captures: whether a head's list of taps counts "outputs" of the trunk's layers or "inputs";
-            None: outputs if it begins with 1, as SGLang and vLLM read it.
         progress: called with (bytes read, bytes to read) after every array.
     Raises:
         ConfigError: an unsupported model, or one that does not divide over the mesh.
@@ -75,17 +76,8 @@ def load(
     mesh = with_auto_axes(mesh)
     keep = formats_kept(dtype, narrow, mesh)
     if not is_orbax(model_dir):
-        return load_folder(
-            model_dir,
-            draft_model,
-            dtype=dtype,
-            keep=keep,
-            mesh=mesh,
-            num_nextn_layers=num_nextn_layers,
-            draft_captures=draft_captures,
-            progress=progress,
-        )
-    check_no_draft(model_dir, draft_model if draft_captures is None else "draft_captures")
+        return Loader(dtype, keep, mesh, progress).load(make_plan(model_dir, draft_model, num_nextn_layers))
+    check_no_draft(model_dir, draft_model)
     loaded = restore(model_dir, mesh, dtype, num_nextn_layers)
     if progress:
         progress(loaded.bytes_read, loaded.bytes_read)

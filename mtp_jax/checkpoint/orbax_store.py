@@ -16,13 +16,14 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from mtp_jax.checkpoint.folder import copy_text_files, read_config
-from mtp_jax.checkpoint.read import Loaded, OnProgress, load_folder
+from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.checkpoint.read import Loaded, Loader, OnProgress
 from mtp_jax.checkpoint.write import check_no_narrow, new_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.heads.kinds import head_from_json, head_to_json
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_json
-from mtp_jax.model.head import Captures, head_of
+from mtp_jax.model.head import DraftFolder, head_of
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, with_auto_axes
@@ -61,11 +62,11 @@ class OrbaxModel:
         return OrbaxModel(self.config.with_nextn(self.config.nextn_moe[:kept]), specs, self.dtype)
 
 
-def check_no_draft(path: str | Path, draft_model: str | Path | None) -> None:
+def check_no_draft(path: str | Path, draft_model: str | Path | DraftFolder | None) -> None:
     """Raises CheckpointError if a drafter of elsewhere is given for a folder of Orbax."""
-    if draft_model is not None:
+    if beside := DraftFolder.of(draft_model):
         raise CheckpointError(
-            f"{path} is an Orbax folder, which holds its own drafter: draft_model = {draft_model} "
+            f"{path} is an Orbax folder, which holds its own drafter: draft_model = {beside.path} "
             "has no place in it; give draft_model to `mtp-jax convert` instead"
         )
 
@@ -162,10 +163,9 @@ def restore(
 def convert(
     model_dir: str | Path,
     out_dir: str | Path,
-    draft_model: str | Path | None = None,
+    draft_model: str | Path | DraftFolder | None = None,
     *,
     num_nextn_layers: int | None = None,
-    draft_captures: Captures | None = None,
     dtype: str = "bfloat16",
     mesh: Mesh | None = None,
     progress: OnProgress | None = None,
@@ -176,15 +176,8 @@ def convert(
     if the folder to write is not empty.
     """
     out_dir = new_folder(out_dir)
-    loaded = load_folder(
-        model_dir,
-        draft_model,
-        num_nextn_layers=num_nextn_layers,
-        draft_captures=draft_captures,
-        dtype=dtype,
-        mesh=mesh,
-        progress=progress,
-    )
+    plan = make_plan(model_dir, draft_model, num_nextn_layers)
+    loaded = Loader(dtype, mesh=mesh, progress=progress).load(plan)
     save(out_dir, loaded.config, loaded.params)
     copy_text_files(Path(model_dir), out_dir)
 

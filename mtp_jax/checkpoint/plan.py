@@ -25,7 +25,7 @@ from mtp_jax.model.family import family_of
 from mtp_jax.model.family.family import no_model
 from mtp_jax.model.family.hints import TensorNames
 from mtp_jax.model.family.mtp_layers import STAGES
-from mtp_jax.model.head import Captures, head_of
+from mtp_jax.model.head import DraftFolder, head_of
 from mtp_jax.model.spec import leaves, may_be_narrow
 from mtp_jax.model.specs import Params, param_specs
 
@@ -76,9 +76,8 @@ def copied_from(cfg: ModelConfig, copy: str) -> str:
 
 def make_plan(
     model_dir: str | Path,
-    draft_model: str | Path | None = None,
+    draft_model: str | Path | DraftFolder | None = None,
     num_nextn_layers: int | None = None,
-    draft_captures: Captures | None = None,
 ) -> LoadPlan:
     """Read config and headers and match them.
 
@@ -87,7 +86,6 @@ def make_plan(
         draft_model: folder with the NextN layers or a draft head; None: the layers in ``model_dir``.
         num_nextn_layers: number of NextN layers to load; None: all, or none beside a head. 0: no DSpark
             stages in ``model_dir``, either.
-        draft_captures: meaning of a head's list of taps, see ``DraftHead.read``.
     Raises:
         ConfigError: an unsupported model or head, or NextN layers asked for beside a head.
         CheckpointError: one error with everything that does not match.
@@ -98,10 +96,8 @@ def make_plan(
     own = in_place(folder, cfg)
     if own.tensors and not family_of(cfg).has_trunk(folder.tensors):
         raise no_model(folder.path, own.layout if own.layout == STAGES else "MTP layers")
-    if draft_captures is not None and draft_model is None:
-        raise ConfigError(f"draft_captures = {draft_captures!r} without a draft_model that is a head")
-    if draft_model is not None:
-        draft = open_draft(open_folder(draft_model), cfg, draft_captures)
+    if beside := DraftFolder.of(draft_model):
+        draft = open_draft(open_folder(beside.path), cfg, beside.captures)
     else:
         draft = own if num_nextn_layers == 0 else own.described(raw, cfg)
     if draft.head is not None:

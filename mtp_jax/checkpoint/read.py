@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,13 +13,12 @@ from numpy.typing import DTypeLike
 
 from mtp_jax.checkpoint import fp8
 from mtp_jax.checkpoint.formats import Stored, format_of, spec_names, staying, tensors_of
-from mtp_jax.checkpoint.plan import LoadPlan, make_plan
+from mtp_jax.checkpoint.plan import LoadPlan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
 from mtp_jax.model.family import family_of
-from mtp_jax.model.head import Captures
 from mtp_jax.model.narrow import Fp8, Narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, type_of
 from mtp_jax.model.sharding import check_divisible, param_sharding, ways
@@ -43,70 +40,94 @@ class Loaded:
     bytes_read: int
 
 
-def load_folder(
-    model_dir: str | Path,
-    draft_model: str | Path | None = None,
-    *,
-    dtype: str = "float32",
-    keep: Collection[str] = (),
-    mesh: Mesh | None = None,
-    num_nextn_layers: int | None = None,
-    draft_captures: Captures | None = None,
-    progress: OnProgress | None = None,
-    layers: bool = True,
-) -> Loaded:
-    """Load a folder in Hugging Face layout; see ``mtp_jax.checkpoint.load``.
+@dataclass(frozen=True)
+class Loader:
+    """Reads the tensors of a plan as parameters.
 
-    keep: names of the ways of storing (``formats.STORED``) in which weights stay in memory. layers: False:
-    the trunk's layers are not read, and there are none.
+    Attributes:
+        dtype: "float32" or "bfloat16", of everything but norms and routers.
+        keep: names of the ways of storing (``formats.STORED``) in which weights stay in memory.
+        mesh: devices that each read their part; None: one device.
+        progress: called with (bytes read, bytes to read) after every array.
+        layers: whether the trunk's layers are read; without, there are none.
+        on_host: whether parameters become arrays of the host.
     """
-    if dtype not in type_of:
-        raise ConfigError(f"dtype {dtype!r} is not supported; expected one of {', '.join(type_of)}")
-    plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
-    check_divisible(plan.config, mesh)
-    own = frozenset(name for name in plan.duplicates if not is_copy(plan, name))
-    place = partial(_place, mesh=mesh)
-    return load_plan(plan.keeping(own), own, dtype, keep, place, mesh, progress, layers)
 
+    dtype: str = "float32"
+    keep: Collection[str] = ()
+    mesh: Mesh | None = None
+    progress: OnProgress | None = None
+    layers: bool = True
+    on_host: bool = False
 
-PlaceWeight = Callable[[Spec, Mapping[str, Tensor], Any], Any]
-"""(parameter, tensors, dtype) to the array that holds the parameter."""
+    def load(self, plan: LoadPlan) -> Loaded:
+        """Read a plan, without tensors that are copies of others; errors are those of ``read``."""
+        if self.dtype not in type_of:
+            raise ConfigError(f"dtype {self.dtype!r} is not supported; expected one of {', '.join(type_of)}")
+        check_divisible(plan.config, self.mesh)
+        return self.read(plan, frozenset(name for name in plan.duplicates if not is_copy(plan, name)))
 
+    def read(self, plan: LoadPlan, own: frozenset[str]) -> Loaded:
+        """Read a plan. own: duplicates that differ from the trunk's tensors, and are kept.
 
-def load_plan(
-    plan: LoadPlan,
-    own: frozenset[str],
-    dtype: str,
-    keep: Collection[str],
-    place: PlaceWeight,
-    mesh: Mesh | None = None,
-    progress: OnProgress | None = None,
-    layers: bool = True,
-) -> Loaded:
-    """Read the tensors of a plan. own: duplicates that differ from the trunk's tensors, and are kept.
+        Raises CheckpointError, ConfigError.
+        """
+        plan = plan.keeping(own)
+        count = _Counter(plan.tensors, self.progress)
+        count.add(*plan.duplicates)
+        names = family_of(plan.config).names
+        if names.head in own:
+            raise CheckpointError(
+                f"{plan.tensors[names.head]} differs from {names.embed}, but config.json says "
+                "tie_word_embeddings = true; expected equal bytes, or false"
+            )
+        specs = plan.specs(own)
+        _check_tables(specs, plan)
+        leaves, tree = jax.tree.flatten(specs if self.layers else replace(specs, layers=()))
+        arrays: list[Any] = []
+        for spec in leaves:
+            stays = staying(spec, plan.tensors, self.keep)
+            if stays is not None:
+                arrays.append(self._place_narrow(stays, spec, plan.tensors))
+            else:
+                arrays.append(self._place(spec, plan.tensors, dtype_of(spec, self.dtype)))
+            count.add(*spec_names(spec).flat)
+        return Loaded(plan.config, tree.unflatten(arrays), count.done)
 
-    layers: see ``load_folder``. Raises CheckpointError, ConfigError.
-    """
-    count = _Counter(plan.tensors, progress)
-    count.add(*plan.duplicates)
-    names = family_of(plan.config).names
-    if names.head in own:
-        raise CheckpointError(
-            f"{plan.tensors[names.head]} differs from {names.embed}, but config.json says "
-            "tie_word_embeddings = true; expected equal bytes, or false"
-        )
-    specs = plan.specs(own)
-    _check_tables(specs, plan)
-    leaves, tree = jax.tree.flatten(specs if layers else replace(specs, layers=()))
-    arrays: list[Any] = []
-    for spec in leaves:
-        stays = staying(spec, plan.tensors, keep)
-        if stays is not None:
-            arrays.append(_place_narrow(stays, spec, plan.tensors, mesh, place))
-        else:
-            arrays.append(place(spec, plan.tensors, dtype_of(spec, dtype)))
-        count.add(*spec_names(spec).flat)
-    return Loaded(plan.config, tree.unflatten(arrays), count.done)
+    def _place(self, spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike) -> jax.Array | np.ndarray:
+        """Turns a parameter into an array at its place."""
+        if self.mesh is None:
+            whole = read_slice(spec, tensors, kind, (slice(None),) * len(spec.shape))
+            return whole if self.on_host else jax.device_put(whole)
+        pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
+
+        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+            index = index or ()
+            key = tuple(s.indices(n) for s, n in zip(index, spec.shape, strict=True))
+            if key not in pieces:
+                pieces[key] = read_slice(spec, tensors, kind, index)
+            return pieces[key]
+
+        return jax.make_array_from_callback(spec.shape, param_sharding(spec, self.mesh), piece)
+
+    def _place_narrow(self, stored: Stored, spec: Spec, tensors: Mapping[str, Tensor]) -> Narrow:
+        names, arrays = [str(name) for name in spec_names(spec).flat], stored.arrays(spec, tensors)
+        block, axes = stored.block(tensors, names[0]), arrays[-1].spec.axes[-2:]
+        for size, unit, axis in zip(spec.tensor_shape, block, axes, strict=True):
+            devices = ways(axis, self.mesh)
+            if devices > 1 and size % (unit * devices):
+                raise ConfigError(
+                    f"{names[0]}: {size} of {axis} do not divide over {devices} devices in {stored.name} "
+                    f"blocks of {unit}; choose another mesh, or narrow='dequantise'"
+                )
+        for name in names:
+            stored.check(tensors, name)
+        kept = stored.kept(*(self._place(a.spec, tensors, a.dtype) for a in arrays))
+        if self.mesh is not None or platform() != "cpu":
+            return kept
+        if isinstance(kept, Fp8) and fp8.has_nan(np.asarray(kept.values)):
+            raise CheckpointError(f"{names[0]}: NaN among its values; expected numbers: the file is damaged")
+        return with_bits(kept)
 
 
 def _check_tables(specs: Params, plan: LoadPlan) -> None:
@@ -124,11 +145,6 @@ def _check_tables(specs: Params, plan: LoadPlan) -> None:
                 f"{tensor} gives token {token} expert {ids[token, at]}; expected 0 to {experts - 1} "
                 f"(n_routed_experts = {experts})"
             )
-
-
-def on_host(spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike) -> np.ndarray:
-    """Turns a parameter into an array of the host."""
-    return read_slice(spec, tensors, kind, (slice(None),) * len(spec.shape))
 
 
 class _Counter:
@@ -163,43 +179,6 @@ def _pieces(rows: range, row_bytes: int) -> Iterator[range]:
     """Ranges of rows, each read at once."""
     count = max(1, _PIECE_BYTES // max(row_bytes, 1))
     return (rows[i : i + count] for i in range(0, len(rows), count))
-
-
-def _place_narrow(
-    stored: Stored, spec: Spec, tensors: Mapping[str, Tensor], mesh: Mesh | None, place: PlaceWeight
-) -> Narrow:
-    names, arrays = [str(name) for name in spec_names(spec).flat], stored.arrays(spec, tensors)
-    block, axes = stored.block(tensors, names[0]), arrays[-1].spec.axes[-2:]
-    for size, unit, axis in zip(spec.tensor_shape, block, axes, strict=True):
-        devices = ways(axis, mesh)
-        if devices > 1 and size % (unit * devices):
-            raise ConfigError(
-                f"{names[0]}: {size} of {axis} do not divide over {devices} devices in {stored.name} blocks "
-                f"of {unit}; choose another mesh, or narrow='dequantise'"
-            )
-    for name in names:
-        stored.check(tensors, name)
-    kept = stored.kept(*(place(a.spec, tensors, a.dtype) for a in arrays))
-    if mesh is not None or platform() != "cpu":
-        return kept
-    if isinstance(kept, Fp8) and fp8.has_nan(np.asarray(kept.values)):
-        raise CheckpointError(f"{names[0]}: NaN among its values; expected numbers: the file is damaged")
-    return with_bits(kept)
-
-
-def _place(spec: Spec, tensors: Mapping[str, Tensor], kind: DTypeLike, mesh: Mesh | None) -> jax.Array:
-    if mesh is None:
-        return jax.device_put(on_host(spec, tensors, kind))
-    pieces: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
-
-    def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-        index = index or ()
-        key = tuple(s.indices(n) for s, n in zip(index, spec.shape, strict=True))
-        if key not in pieces:
-            pieces[key] = read_slice(spec, tensors, kind, index)
-        return pieces[key]
-
-    return jax.make_array_from_callback(spec.shape, param_sharding(spec, mesh), piece)
 
 
 def read_slice(

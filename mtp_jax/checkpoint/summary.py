@@ -24,7 +24,7 @@ from mtp_jax.checkpoint.safetensors_file import Tensor
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_json
-from mtp_jax.model.head import Captures, head_of
+from mtp_jax.model.head import DraftFolder, head_of
 from mtp_jax.model.params import type_of
 from mtp_jax.model.sharding import check_divisible
 from mtp_jax.model.spec import Spec, leaves
@@ -126,17 +126,15 @@ def by_dtype(nbytes: dict[str, int]) -> str:
 
 def summarise(
     model_dir: str | Path,
-    draft_model: str | Path | None = None,
+    draft_model: str | Path | DraftFolder | None = None,
     num_nextn_layers: int | None = None,
     devices: int = 1,
-    draft_captures: Captures | None = None,
 ) -> Summary:
     """Check a folder in Hugging Face layout, or an Orbax folder, and count its tensors; no weights are read.
 
     A folder without weights is described as its config.json declares it. num_nextn_layers: number of NextN
-    layers to count; None for all. devices: number of devices over which weights are split. draft_captures: as
-    for ``load``. Raises ConfigError or CheckpointError as ``load`` would, and ConfigError for a model that
-    does not divide over the devices.
+    layers to count; None for all. devices: number of devices over which weights are split. Raises ConfigError
+    or CheckpointError as ``load`` would, and ConfigError for a model that does not divide over the devices.
     """
     stored: dict[str, DtypeTotals] = {}
     if is_orbax(model_dir):
@@ -149,7 +147,7 @@ def summarise(
         return _summary(_Checkpoint(architecture, about.config, about.specs, "Orbax", stored), devices)
     if draft_model is None and _has_no_weights(Path(model_dir)):
         return _declared(Path(model_dir), num_nextn_layers, devices)
-    plan = make_plan(model_dir, draft_model, num_nextn_layers, draft_captures)
+    plan = make_plan(model_dir, draft_model, num_nextn_layers)
     for t in plan.tensors.values():
         _add(stored, t.dtype, math.prod(t.shape), t.nbytes)
     specs, layout = param_specs(plan.config), plan.layout

@@ -15,7 +15,7 @@ from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
 from mtp_jax.checkpoint.orbax_store import is_orbax
 from mtp_jax.checkpoint.plan import LoadPlan, copied_from, match
-from mtp_jax.checkpoint.read import is_copy, load_plan, on_host
+from mtp_jax.checkpoint.read import Loader, is_copy
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError, shortlist
 from mtp_jax.heads.tables import EMBED
@@ -74,9 +74,8 @@ def read_update(
     plan = match(given, folder, draft)
     own = _own_copies(cfg, now)
     _share(plan, own)
-    plan = plan.keeping(own)
     kept = {type(x) for x in jax.tree.leaves(now, is_leaf=is_narrow)}
-    loaded = load_plan(plan, own, dtype, {s.name for s in STORED if s.kept in kept}, on_host)
+    loaded = Loader(dtype, {s.name for s in STORED if s.kept in kept}, on_host=True).read(plan, own)
     now, new = (jax.tree.map(without_bits, p, is_leaf=is_narrow) for p in (now, loaded.params))
     _check_same(now, new)
     return new

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_head, captures, model_dir
+from mtp_jax.commands.options import add_head, draft_folder, model_dir
 from mtp_jax.commands.parser import Parser, Subparsers, add_revision, folder, mesh_shape
 
 
@@ -73,9 +73,8 @@ def run_convert(args: argparse.Namespace) -> int:
         convert(
             model_dir(args),
             args.out,
-            args.draft_model,
+            draft_folder(args),
             num_nextn_layers=args.num_nextn_layers,
-            draft_captures=captures(args),
             dtype=args.dtype,
             mesh=mesh,
             progress=update,

@@ -32,7 +32,7 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, RequestError
 from mtp_jax.heads.outside import taken_kind
 from mtp_jax.json_object import JsonObject
-from mtp_jax.model.head import Captures
+from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.options import Clash, Described, Option, declared
 from mtp_jax.text.grammar import StructuredOutput
@@ -201,14 +201,14 @@ def add_head(parser: Parser, help: str) -> None:
     add_options(parser, LLMOptions, {"draft_captures", "drafter"})
 
 
-def captures(args: argparse.Namespace) -> Captures | None:
-    """The value of the option that ``add_head`` declares. Takes the kind of ``--drafter``, if it is given.
+def draft_folder(args: argparse.Namespace) -> DraftFolder | None:
+    """The folder of the options that ``add_head`` declares. Takes the kind of ``--drafter``, if it is given.
 
     Raises ConfigError.
     """
     found = given(args, LLMOptions)
     taken_kind(found.get("drafter"))
-    return found.get("draft_captures")
+    return DraftFolder.of(args.draft_model, found.get("draft_captures"))
 
 
 def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:

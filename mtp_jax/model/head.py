@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol, Self
 
+from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import HeadConfig
@@ -12,6 +14,29 @@ from mtp_jax.model.spec import Spec
 
 Captures = Literal["outputs", "inputs"]
 """A list of taps in a draft head's config.json counts outputs of layers, or their inputs."""
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """A folder with NextN layers, or with a draft head, beside a model.
+
+    Attributes:
+        path: the folder.
+        captures: the meaning of a head's list of taps; None: the usual one of its kind.
+    """
+
+    path: str | Path
+    captures: Captures | None = None
+
+    @classmethod
+    def of(
+        cls, path: "str | Path | DraftFolder | None", captures: Captures | None = None
+    ) -> "DraftFolder | None":
+        """The folder with this path; None without one. Raises ConfigError for captures of none."""
+        if path is None and captures is not None:
+            raise ConfigError(f"draft_captures = {captures!r} without a draft_model that is a head")
+        return path if path is None or isinstance(path, DraftFolder) else cls(path, captures)
+
 
 DRAFT_HEAD = "draft_head"
 """The prefix, in names here, of the tensors of a draft head."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtp_jax.checkpoint import convert, load, restore, summarise
+from mtp_jax.checkpoint import DraftFolder, convert, load, restore, summarise
 from mtp_jax.checkpoint.update import read_update
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.heads.blocks.declared import BlockConfig
@@ -71,7 +71,7 @@ def test_a_head_is_read_as_it_is_declared(variant: str):
 
 def test_the_list_of_taps_counts_outputs_or_inputs():
     assert head_of("eagle3").taps == (2, 3, 5)  # 1, 2, 4: a list that begins with 1 counts outputs
-    inputs, outputs = (load(TRUNK, HEAD, draft_captures=c).config.drafter for c in get_args(Captures)[::-1])
+    inputs, outputs = (load(TRUNK, DraftFolder(HEAD, c)).config.drafter for c in get_args(Captures)[::-1])
     assert inputs is not None
     assert inputs.taps == (1, 2, 4)
     assert outputs is not None
@@ -236,9 +236,9 @@ def test_a_block_drafter_that_is_refused(tmp_path: Path, changes: JsonObject, me
 
 def test_draft_captures_without_a_head():
     with pytest.raises(ConfigError, match="without a draft_model"):
-        load(TRUNK, draft_captures="inputs")
+        DraftFolder.of(None, "inputs")
     with pytest.raises(ConfigError, match="has NextN layers, which read no taps"):
-        load(model_dir("v3"), model_dir("v3", "nextn"), draft_captures="inputs")
+        load(model_dir("v3"), DraftFolder(model_dir("v3", "nextn"), "inputs"))
 
 
 def test_a_pickle_is_refused(tmp_path: Path):
@@ -282,7 +282,7 @@ def test_an_update_takes_the_list_of_taps_as_the_load_did(tmp_path: Path):
     head, other = reading("a", 1, 2, last), reading("b", 0, 2, last)
     with pytest.raises(ConfigError, match="outputs of layers"):
         load(TRUNK, head)
-    loaded = load(TRUNK, head, draft_captures="inputs")
+    loaded = load(TRUNK, DraftFolder(head, "inputs"))
     assert_same(read_update(loaded.config, loaded.params, TRUNK, head, dtype="float32"), loaded.params)
     with pytest.raises(CheckpointError, match="does not fit the loaded drafter"):
         read_update(loaded.config, loaded.params, TRUNK, other, dtype="float32")

@@ -9,7 +9,7 @@ import pytest
 
 from examples.medusa import MedusaConfig
 from examples.medusa.declared import MedusaTree
-from mtp_jax.checkpoint import convert, load, restore, summarise
+from mtp_jax.checkpoint import DraftFolder, convert, load, restore, summarise
 from mtp_jax.checkpoint.update import read_update
 from mtp_jax.commands import cli
 from mtp_jax.decode.keys import SamplingMode, StepKey
@@ -103,7 +103,7 @@ def test_medusa_heads_that_are_refused(tmp_path: Path, changes: JsonObject, mess
 def test_medusa_heads_read_no_taps_and_no_pickles(tmp_path: Path):
     folder = medusa.write(tmp_path / "heads")
     with pytest.raises(ConfigError, match="Medusa heads read no taps; leave it out"):
-        load(model_dir(medusa.TRUNK), folder, draft_captures="inputs")
+        load(model_dir(medusa.TRUNK), DraftFolder(folder, "inputs"))
     (folder / "medusa_lm_head.safetensors").rename(folder / "medusa_lm_head.pt")
     with pytest.raises(CheckpointError, match=r"medusa_lm_head\.pt is not read: that format can run code"):
         load(model_dir(medusa.TRUNK), folder)

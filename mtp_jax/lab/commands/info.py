@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_head, captures, model_dir
+from mtp_jax.commands.options import add_head, draft_folder, model_dir
 from mtp_jax.commands.parser import Subparsers, add_model, add_value, positive, positive_number
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from mtp_jax.checkpoint.summary import by_dtype
 
     directory = model_dir(args)
-    summary = summarise(directory, args.draft_model, args.num_nextn_layers, args.gpus, captures(args))
+    summary = summarise(directory, draft_folder(args), args.num_nextn_layers, args.gpus)
     tokenizer, room = Tokenizer.from_dir(directory), _room(args, summary)
     if args.json:
         show.write(json.dumps(_object(summary, tokenizer, room), indent=2) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtp_jax.commands import show
-from mtp_jax.commands.options import add_head, captures
+from mtp_jax.commands.options import add_head, draft_folder
 from mtp_jax.commands.parser import (
     Parser,
     Subparsers,
@@ -153,17 +153,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _with_head(args: argparse.Namespace, cfg: ModelConfig) -> ModelConfig:
     """The model with the head of ``--draft-model``, if it is given. Raises ConfigError, CheckpointError."""
-    taps = captures(args)
-    if args.draft_model is None:
-        if wrong := [name for name in ("draft_captures", "drafter") if name in args]:
-            raise ConfigError(f"{wrong[0]} is of a head; name its directory with --draft-model")
+    beside = draft_folder(args)
+    if beside is None:
+        if "drafter" in args:
+            raise ConfigError("drafter is of a head; name its directory with --draft-model")
         return cfg
     from mtp_jax.checkpoint.draft import open_draft
     from mtp_jax.checkpoint.folder import open_folder
 
-    head = open_draft(open_folder(args.draft_model), cfg, taps).head
+    head = open_draft(open_folder(beside.path), cfg, beside.captures).head
     if head is None:
-        raise ConfigError(f"{args.draft_model} has NextN layers, which config.json declares; leave it out")
+        raise ConfigError(f"{beside.path} has NextN layers, which config.json declares; leave it out")
     return replace(cfg.with_nextn(()), drafter=head)
 
 

@@ -13,7 +13,8 @@ from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.checkpoint.folder import read_config
 from mtp_jax.checkpoint.orbax_store import is_orbax
-from mtp_jax.checkpoint.read import load_folder
+from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.checkpoint.read import Loader
 from mtp_jax.checkpoint.write import save_drafter
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.eagle3.declared import Eagle3Config
@@ -21,6 +22,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import family_of
+from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.hf_config import read_json
 from mtp_jax.model.params import NextN, Params, init_tree, param_specs
 from mtp_jax.model.sharding import check_divisible, param_sharding
@@ -69,17 +71,12 @@ def begin(model: LLMOptions, options: TuneOptions, answers: np.ndarray | None = 
     if fresh and not declared.attention.trained:
         title = family_of(declared).title
         raise ConfigError(f"fresh = {fresh!r}: no head is made for {title} here; name another model")
-    loaded = load_folder(
-        folder,
-        model.draft_model,
-        mesh=mesh,
-        num_nextn_layers=0 if fresh else model.num_nextn_layers,
-        draft_captures=model.draft_captures,
-        layers=False,
-    )
+    beside = DraftFolder.of(model.draft_model, model.draft_captures)
+    plan = make_plan(folder, beside, 0 if fresh else model.num_nextn_layers)
+    loaded = Loader(mesh=mesh, layers=False).load(plan)
     if not fresh:
-        if loaded.config.drafter is not None and model.draft_model is not None:
-            raw = read_json(Path(model.draft_model) / "config.json")
+        if loaded.config.drafter is not None and beside is not None:
+            raw = read_json(Path(beside.path) / "config.json")
         return Start(loaded.config, loaded.params, raw | _counted(loaded.config))
     if fresh == "nextn":
         cfg = loaded.config.with_nextn(declared.nextn_moe[:1] or (False,))
