@@ -6,8 +6,13 @@ TEXT, NUMBER, REAL = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 TEXTS, NUMBERS = {"type": "array", "items": TEXT}, {"type": "array", "items": NUMBER}
 
 
-def fields(required: str = "", /, **properties: JsonObject) -> JsonObject:
-    """The schema of an object of these properties. required: names of the properties that must be there."""
+def fields(required: str = "", /, *groups: JsonObject, **properties: JsonObject) -> JsonObject:
+    """The schema of an object of these properties, and of groups that several schemas have.
+
+    required: names of the properties that must be there.
+    """
+    for group in groups:
+        properties |= group
     about = {"properties": properties, "required": required.split()}
     return {"type": "object", **about, "additionalProperties": False}
 
@@ -17,21 +22,21 @@ def one_of(names: str) -> JsonObject:
     return {"type": "string", "enum": names.split()}
 
 
-def _action(kind: str, required: str = "", /, **properties: JsonObject) -> JsonObject:
-    return fields(f"type {required}", type=one_of(kind), **properties)
+def _action(kind: str, required: str = "", /, *groups: JsonObject, **properties: JsonObject) -> JsonObject:
+    return fields(f"type {required}", {"type": one_of(kind)}, properties, *groups)
 
 
 _AT = {"x": NUMBER, "y": NUMBER, "keys": TEXTS}
 _COMPUTER = {
     "anyOf": [
-        _action("click", "button x y", button=one_of("left right wheel back forward"), **_AT),
-        _action("double_click", "x y", **_AT),
+        _action("click", "button x y", _AT, button=one_of("left right wheel back forward")),
+        _action("double_click", "x y", _AT),
         _action(
             "drag", "path", path={"type": "array", "items": fields("x y", x=NUMBER, y=NUMBER)}, keys=TEXTS
         ),
         _action("keypress", "keys", keys=TEXTS),
-        _action("move", "x y", **_AT),
-        _action("scroll", "x y scroll_x scroll_y", scroll_x=NUMBER, scroll_y=NUMBER, **_AT),
+        _action("move", "x y", _AT),
+        _action("scroll", "x y scroll_x scroll_y", _AT, scroll_x=NUMBER, scroll_y=NUMBER),
         _action("type", "text", text=TEXT),
         _action("screenshot"),
         _action("wait"),
@@ -102,16 +107,15 @@ ANTHROPIC: dict[str, tuple[str, JsonObject]] = {
     ),
     "text_editor": (
         "Views, creates and edits files.",
-        fields("command path", command=one_of("view create str_replace insert undo_edit"), **_FILES),
+        fields("command path", _FILES, command=one_of("view create str_replace insert undo_edit")),
     ),
     "memory": (
         "Views, creates, edits, renames and deletes files of a memory that lasts, below /memories.",
         fields(
             "command",
+            _FILES,
+            {"old_path": TEXT, "new_path": TEXT},
             command=one_of("view create str_replace insert delete rename"),
-            **_FILES,
-            old_path=TEXT,
-            new_path=TEXT,
         ),
     ),
     "computer": (

@@ -23,60 +23,60 @@ _COMPUTER: _Members = {
     "mouse_move": ("Moves the mouse without a click.", fields("coordinate", coordinate=NUMBERS)),
     "left_mouse_down": ("Presses the left button and holds it.", fields()),
     "left_mouse_up": ("Releases the left button.", fields()),
-    "left_click": ("Clicks.", fields(**_HELD)),
+    "left_click": ("Clicks.", fields("", _HELD)),
     "left_click_drag": (
         "Drags from one place to another.",
-        fields("start_coordinate coordinate", start_coordinate=NUMBERS, **_HELD),
+        fields("start_coordinate coordinate", _HELD, start_coordinate=NUMBERS),
     ),
-    "right_click": ("Clicks with the right button.", fields(**_HELD)),
-    "middle_click": ("Clicks with the middle button.", fields(**_HELD)),
-    "double_click": ("Clicks twice.", fields(**_HELD)),
-    "triple_click": ("Clicks three times.", fields(**_HELD)),
+    "right_click": ("Clicks with the right button.", fields("", _HELD)),
+    "middle_click": ("Clicks with the middle button.", fields("", _HELD)),
+    "double_click": ("Clicks twice.", fields("", _HELD)),
+    "triple_click": ("Clicks three times.", fields("", _HELD)),
     "scroll": (
         "Turns the wheel of the mouse by a number of clicks.",
-        fields("scroll_direction scroll_amount", scroll_direction=_DIRECTION, scroll_amount=NUMBER, **_HELD),
+        fields("scroll_direction scroll_amount", _HELD, scroll_direction=_DIRECTION, scroll_amount=NUMBER),
     ),
     "wait": ("Waits for some seconds.", fields("duration", duration=NUMBER)),
     "screenshot": ("Takes a picture of the screen.", fields()),
     "zoom": ("Takes a picture of a region: x0, y0, x1, y1.", fields("region", region=NUMBERS)),
 }
-_CLICK = fields("target", target=_PLACE, modifiers=TEXT, **_TAB)
-_AT_POINT = fields("target", target=_POINT, **_TAB)
-_TEXT_OF_TAB = fields("text", text=TEXT, **_TAB)
+_CLICK = fields("target", _TAB, target=_PLACE, modifiers=TEXT)
+_AT_POINT = fields("target", _TAB, target=_POINT)
+_TEXT_OF_TAB = fields("text", _TAB, text=TEXT)
 _BROWSER: _Members = {
-    "navigate": ("Opens an address, or goes back, forward or reload.", fields("url", url=TEXT, **_TAB)),
+    "navigate": ("Opens an address, or goes back, forward or reload.", fields("url", _TAB, url=TEXT)),
     "list_tabs": ("Lists the tabs.", fields()),
     "new_tab": ("Opens an empty tab.", fields()),
     "switch_tab": ("Makes a tab the active one.", fields("tab_id", tab_id=TEXT)),
     "close_tab": ("Closes a tab.", fields("tab_id", tab_id=TEXT)),
     "read_page": (
         "Returns the tree of the page's elements, with references such as ref_7.",
-        fields(depth=NUMBER, filter=one_of("all interactive"), ref=TEXT, **_TAB),
+        fields("", _TAB, depth=NUMBER, filter=one_of("all interactive"), ref=TEXT),
     ),
-    "get_page_text": ("Returns the text of the page.", fields(**_TAB)),
-    "read_console": ("Returns new lines of the console.", fields(**_TAB)),
-    "read_network": ("Returns new requests of the page.", fields(**_TAB)),
-    "find": ("Finds elements by a description.", fields("query", query=TEXT, **_TAB)),
+    "get_page_text": ("Returns the text of the page.", fields("", _TAB)),
+    "read_console": ("Returns new lines of the console.", fields("", _TAB)),
+    "read_network": ("Returns new requests of the page.", fields("", _TAB)),
+    "find": ("Finds elements by a description.", fields("query", _TAB, query=TEXT)),
     "form_input": (
         "Sets the value of an element of a form.",
-        fields("target value", target=_ELEMENT, value={"type": ["string", "number", "boolean"]}, **_TAB),
+        fields("target value", _TAB, target=_ELEMENT, value={"type": ["string", "number", "boolean"]}),
     ),
     "file_upload": (
         "Gives files to an element, by paths or by document_ids.",
-        fields("target", target=_ELEMENT, paths=TEXTS, document_ids=TEXTS, **_TAB),
+        fields("target", _TAB, target=_ELEMENT, paths=TEXTS, document_ids=TEXTS),
     ),
-    "scroll_to": ("Scrolls to an element.", fields("target", target=_ELEMENT, **_TAB)),
-    "screenshot": ("Takes a picture of the page.", fields(**_TAB)),
-    "zoom": ("Takes a picture of a region: x0, y0, x1, y1.", fields("region", region=NUMBERS, **_TAB)),
+    "scroll_to": ("Scrolls to an element.", fields("target", _TAB, target=_ELEMENT)),
+    "screenshot": ("Takes a picture of the page.", fields("", _TAB)),
+    "zoom": ("Takes a picture of a region: x0, y0, x1, y1.", fields("region", _TAB, region=NUMBERS)),
     "left_click": ("Clicks.", _CLICK),
     "right_click": ("Clicks with the right button.", _CLICK),
     "middle_click": ("Clicks with the middle button.", _CLICK),
     "double_click": ("Clicks twice.", _CLICK),
     "triple_click": ("Clicks three times.", _CLICK),
-    "hover": ("Moves the mouse without a click.", fields("target", target=_PLACE, **_TAB)),
+    "hover": ("Moves the mouse without a click.", fields("target", _TAB, target=_PLACE)),
     "left_click_drag": (
         "Drags from one place to another.",
-        fields("from target", **{"from": _POINT}, target=_POINT, **_TAB),
+        fields("from target", _TAB, **{"from": _POINT}, target=_POINT),
     ),
     "left_mouse_down": ("Presses the left button and holds it.", _AT_POINT),
     "left_mouse_up": ("Releases the left button.", _AT_POINT),
@@ -84,23 +84,19 @@ _BROWSER: _Members = {
     "scroll": (
         "Turns the wheel of the mouse, by 3 clicks where none are given.",
         fields(
-            "target scroll_direction",
-            target=_POINT,
-            scroll_direction=_DIRECTION,
-            scroll_amount=NUMBER,
-            **_TAB,
+            "target scroll_direction", _TAB, target=_POINT, scroll_direction=_DIRECTION, scroll_amount=NUMBER
         ),
     ),
     "type": ("Types a text.", _TEXT_OF_TAB),
     "key": (
         "Presses a key, several at once (ctrl+a), or one after the other, between spaces.",
-        fields("text", text=TEXT, repeat=NUMBER, **_TAB),
+        fields("text", _TAB, text=TEXT, repeat=NUMBER),
     ),
     "hold_key": (
         "Holds a key down for some seconds.",
-        fields("text duration", text=TEXT, duration=REAL, **_TAB),
+        fields("text duration", _TAB, text=TEXT, duration=REAL),
     ),
-    "wait": ("Waits for some seconds.", fields("duration", duration=REAL, **_TAB)),
+    "wait": ("Waits for some seconds.", fields("duration", _TAB, duration=REAL)),
     "javascript_exec": ("Runs JavaScript and returns the last expression's value.", _TEXT_OF_TAB),
 }
 TOOLSETS: dict[str, tuple[str, _Members]] = {
