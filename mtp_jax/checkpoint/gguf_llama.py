@@ -15,7 +15,7 @@ from mtp_jax.checkpoint.read import OnProgress
 from mtp_jax.checkpoint.safetensors_file import DTYPES
 from mtp_jax.checkpoint.write import SHARD_BYTES, NewTensor, write_folder, write_json
 from mtp_jax.errors import CheckpointError, ConfigError, shortlist
-from mtp_jax.json_object import JsonObject
+from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.config_parts import Llama3Scaling
 from mtp_jax.model.family import config_of
@@ -112,7 +112,7 @@ def _described(file: GgufFile) -> tuple[JsonObject, GgufTokens]:
     return raw, tokens
 
 
-def _own_facts(facts: JsonObject) -> JsonObject:
+def _own_facts(facts: JsonMapping) -> JsonObject:
     """The keys of a Llama, without their prefix. Raises CheckpointError where it is none, or lacks a key."""
     if (got := facts.get("general.architecture")) != _ARCHITECTURE:
         raise CheckpointError(f"the architecture {got!r:.80} is not supported; expected {_ARCHITECTURE!r}")
