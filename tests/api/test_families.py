@@ -32,6 +32,7 @@ from tests.llama import (
     LLAMA,
     LLAMA3,
     VOCABULARY,
+    WIDTH,
     Weights,
     frequencies,
     weights,
