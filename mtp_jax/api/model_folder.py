@@ -14,7 +14,7 @@ from mtp_jax.hub import fetch, is_name
 from mtp_jax.model.hf_config import is_gguf
 
 _CACHE = Path("~/.cache/mtp-jax/gguf")
-# Raised with every change of what a conversion writes.
+# Raised whenever conversions write other folders than before.
 _VERSION = 1
 
 
