@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # For the sharding tests. Programs on one device run as fast with eight virtual devices as with one.
     jax.config.update("jax_num_cpu_devices", 8)
     if cache := getattr(config, "cache", None):  # unless -p no:cacheprovider
+        os.environ["HOME"] = str(cache.mkdir("home"))  # where models keep their programs
         jax.config.update("jax_compilation_cache_dir", str(cache.mkdir("jax") / program_folder()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

@@ -31,8 +31,10 @@ _before: JsonObject = {}
 _kept: dict[tuple[int, int], int] = {}
 
 
-def use_compile_cache(directory: str | Path | None) -> None:
+def use_compile_cache(directory: str | Path | None) -> Path | None:
     """Keep programs that this process compiles from now on below ``directory``, across processes.
+
+    Returns the folder, to which no other user can write; None without one.
 
     Programs of another jaxlib, processor or number of cores lie in folders of their own (``program_folder``).
     JAX has one such folder per process, so all models use the newest model's. None: the folder that JAX had
@@ -45,7 +47,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
     if directory is None:
         _update(dict(_before))
         _before.clear()
-        return
+        return None
     try:
         folder = _open(Path(directory).expanduser())
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
@@ -56,8 +58,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
             reason,
             _INSTEAD,
         )
-        use_compile_cache(None)
-        return
+        return use_compile_cache(None)
     if not os.access(folder, os.W_OK):
         _LOG.warning("compile cache %s cannot be written: new programs are not kept; %s", directory, _INSTEAD)
     settings: JsonObject = {
@@ -71,6 +72,7 @@ def use_compile_cache(directory: str | Path | None) -> None:
     if folder.parent != _DESCRIPTORS:  # else the key of a program would have a number in it
         settings[_MORE_CACHES] = _before[_MORE_CACHES]
     _update(settings)
+    return folder
 
 
 def compile_cache() -> Path | None:

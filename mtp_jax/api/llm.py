@@ -66,9 +66,10 @@ class LLM:
         self._rates, self._seconds = options.simulate, options.simulated_step
         if self._rates is None:
             model = load_model(options, self._report)
-            self._memory, self._decoding = DeviceMemory(model.params), model.decoding
+            self._memory, self._decoding, self._kept = DeviceMemory(model.params), model.decoding, model.kept
         else:
             model, self._memory, self._decoding = describe_simulated(options), NoWeights(), None
+            self._kept = None
         self.tokenizer, self.config = model.tokenizer, model.config
         self.folders, self.room = model.folders, model.room
         self.sampling_defaults = model.sampling
@@ -89,7 +90,7 @@ class LLM:
         decoding = self._decoding
         assert decoding, "a model that is not simulated has programs"
         with self._report.phase("allocate cache"):
-            runner = make_runner(decoding, self._memory.params, config)
+            runner = make_runner(decoding, self._memory.params, config, kept=self._kept)
             return Engine(decoding.model.cfg, config, lead(runner, self.group), self._grammars)
 
     @property

@@ -56,10 +56,15 @@ class DescribedModel:
 
 @dataclass(frozen=True)
 class LoadedModel(DescribedModel):
-    """A described model with its parameters on their devices."""
+    """A described model with its parameters on their devices.
+
+    Attributes:
+        kept: the folder of kept programs (``decode/kept.py``); None: every program is compiled.
+    """
 
     params: Params
     decoding: Decoding
+    kept: Path | None
 
 
 def describe_simulated(options: LLMOptions) -> DescribedModel:
@@ -88,7 +93,7 @@ def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
 
 def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     """Load the model of the options. Raises ConfigError, CheckpointError."""
-    use_compile_cache(options.compile_cache)
+    folder = use_compile_cache(options.compile_cache)
     options = replace(options, mesh=with_auto_axes(options.mesh))
     folders = _located(options, report)
     directory, draft = folders[0], folders[1] if len(folders) > 1 else None
@@ -136,7 +141,10 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     if engine.memory_fraction is not None:
         with report.phase("size cache"):
             engine, room = sized(decoding, params, engine, tokenizer is not None)
-    return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, room=room)
+    # Ranks must compile together, and a kept program does not say which device it was for.
+    alone = options.group is None and jax.config.values["jax_default_device"] is None
+    kept = folder if alone else None
+    return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, room=room)
 
 
 def _outside(options: LLMOptions, engine: EngineConfig) -> Outside | None:

@@ -1,6 +1,7 @@
 """Engines that run on the devices of this process."""
 
 from dataclasses import fields
+from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -46,11 +47,17 @@ def decoding_of(cfg: ModelConfig, config: EngineConfig, on: Backend) -> Decoding
 
 
 def make_runner(
-    decoding: Decoding, params: Params, config: EngineConfig, *, allocate: bool = True
+    decoding: Decoding,
+    params: Params,
+    config: EngineConfig,
+    *,
+    allocate: bool = True,
+    kept: Path | None = None,
 ) -> LocalRunner:
     """A runner with the slots and pages that ``config`` says. Raises ConfigError.
 
     allocate: False: the cache is not allocated, and ``params`` may hold shapes alone: nothing is launched.
+    kept: the folder of kept programs; None: every program is compiled.
     """
     cfg, mesh = decoding.model.cfg, decoding.model.on.mesh
     check_divisible(cfg, mesh)
@@ -65,7 +72,7 @@ def make_runner(
         config.kv_cache_dtype == "fp8",
         1 + config.num_speculative_tokens,
     )
-    runner = LocalRunner(decoding, params, shape, allocate=allocate)
+    runner = LocalRunner(decoding, params, shape, allocate=allocate, kept=kept)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from mtp_jax.decode.arrays import Chunk, SlotRow
 from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafts
+from mtp_jax.decode.kept import KeptPrograms
 from mtp_jax.decode.keys import DraftKey, Key, Origin, PageKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.state import State
@@ -54,13 +56,14 @@ class _Pages:
 class Programs:
     """The compiled programs of one runner, by key."""
 
-    def __init__(self, decoding: Decoding, params: Params, state: State) -> None:
+    def __init__(self, decoding: Decoding, params: Params, state: State, folder: Path | None = None) -> None:
         """Compiles nothing yet.
 
-        ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs.
+        ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. folder: of kept programs.
         """
         self.decoding, self._on = decoding, decoding.model.on
         self._params, self._state = params, state
+        self.kept = KeptPrograms(folder, self._on.mesh, decoding, params, state)
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
         self._lock = threading.Lock()
@@ -200,7 +203,16 @@ class Programs:
             return self._compile_pages(key)
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
-        return self.lowered(key).compile(self._options)
+        return self._built(name_of(key), key, lambda: self.lowered(key))
+
+    def _built(
+        self, name: str, key: Key | None, lower: Callable[[], jax.stages.Lowered], serves: bool = True
+    ) -> Any:
+        """A program that was kept, or compiled from what ``lower`` returns.
+
+        name, key: name it among the programs of this runner. serves: whether it is compiled for serving.
+        """
+        return self.kept.get(name, key, lambda: lower().compile(self._options if serves else None))
 
     def lowered(self, key: StepKey | DraftKey, platform: str | None = None) -> jax.stages.Lowered:
         """A program before XLA compiles it; of a step that is not structured.
@@ -223,37 +235,49 @@ class Programs:
         step, params, state = Step(self.decoding, key), self._params, self._state
         shape = key.slots, key.room + 1, -(-self.decoding.model.cfg.vocab_size // 32)
         allowed = jax.ShapeDtypeStruct(shape, jnp.uint32)
-        _, drafts = jax.eval_shape(step.draft, params, state, allowed, _NUMBER)
-        out = None
-        if self._on.mesh is not None:
+        names = [f"{phase}_{name_of(key)}" for phase in ("draft", "verify")]
+
+        def drafts() -> tuple[Any, Any]:
+            """Shapes of the drafts, and shardings of the first phase's results."""
+            _, found = jax.eval_shape(step.draft, params, state, allowed, _NUMBER)
+            if self._on.mesh is None:
+                return found, None
             rows = state.slots.length.sharding
-            where = jax.tree.map(lambda _: rows, drafts)
-            tree = drafts.parents is not None
+            where = jax.tree.map(lambda _: rows, found)
+            tree = found.parents is not None
             # The host reads them.
             where = where.replace(tokens=self._everywhere, parents=self._everywhere if tree else None)
-            drafts = jax.tree.map(
-                lambda a, by: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by), drafts, where
+            found = jax.tree.map(
+                lambda a, by: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=by), found, where
             )
-            out = self._in_place, where
-        first = jax.jit(_named(step.draft, f"draft_{name_of(key)}"), donate_argnums=1, out_shardings=out)
-        second = _named(step.verify, f"verify_{name_of(key)}")
-        second = jax.jit(second, donate_argnums=1, out_shardings=self._out())
-        options = self._options
-        return _Phases(
-            first.lower(params, state, allowed, _NUMBER).compile(options),
-            second.lower(params, state, drafts, allowed, self._chunk(key)).compile(options),
-        )
+            return found, (self._in_place, where)
+
+        def first() -> jax.stages.Lowered:
+            run = jax.jit(_named(step.draft, names[0]), donate_argnums=1, out_shardings=drafts()[1])
+            return run.lower(params, state, allowed, _NUMBER)
+
+        def second() -> jax.stages.Lowered:
+            run = jax.jit(_named(step.verify, names[1]), donate_argnums=1, out_shardings=self._out())
+            return run.lower(params, state, drafts()[0], allowed, self._chunk(key))
+
+        return _Phases(self._built(names[0], key, first), self._built(names[1], key, second))
 
     def _compile_pages(self, key: PageKey) -> _Pages:
-        pages = jax.ShapeDtypeStruct((key.pages,), jnp.int32)
-        data = jax.eval_shape(read_pages, self._state, pages)
-        read = jax.jit(_named(read_pages, f"read_{name_of(key)}"), out_shardings=self._everywhere)
-        write = _named(write_pages, f"write_{name_of(key)}")
-        write = jax.jit(write, donate_argnums=0, out_shardings=self._in_place)
-        return _Pages(
-            read.lower(self._state, pages).compile(self._options),
-            write.lower(self._state, pages, data).compile(self._options),
+        pages, names = (
+            jax.ShapeDtypeStruct((key.pages,), jnp.int32),
+            [f"{do}_{name_of(key)}" for do in ("read", "write")],
         )
+
+        def read() -> jax.stages.Lowered:
+            run = jax.jit(_named(read_pages, names[0]), out_shardings=self._everywhere)
+            return run.lower(self._state, pages)
+
+        def write() -> jax.stages.Lowered:
+            data = jax.eval_shape(read_pages, self._state, pages)
+            run = jax.jit(_named(write_pages, names[1]), donate_argnums=0, out_shardings=self._in_place)
+            return run.lower(self._state, pages, data)
+
+        return _Pages(self._built(names[0], key, read), self._built(names[1], key, write))
 
     @property
     def _options(self) -> JsonObject:
@@ -291,21 +315,21 @@ class Programs:
         row = SlotRow(**{f.name: one(getattr(state.slots, f.name)) for f in fields(SlotRow)})
         place = partial(jax.jit, donate_argnums=0, out_shardings=self._in_place)
         admitting = place(admit, static_argnames="drafter")
-        found = {
-            "admit": admitting.lower(state, _NUMBER, row, _NUMBER, drafter=drafter).compile(),
-            "move": place(move).lower(state, _NUMBER, _NUMBER).compile(),
-            "update": place(update).lower(state, keep, table).compile(),
+        lower: dict[str, Callable[[], jax.stages.Lowered]] = {
+            "admit": lambda: admitting.lower(state, _NUMBER, row, _NUMBER, drafter=drafter),
+            "move": lambda: place(move).lower(state, _NUMBER, _NUMBER),
+            "update": lambda: place(update).lower(state, keep, table),
         }
         if drafter.deferral:
             static = "drafter", "on"
             flushing = jax.jit(flush, donate_argnums=1, static_argnames=static, out_shardings=self._out())
-            lowered = flushing.lower(self._params, state, drafter=drafter, on=on)
-            found["flush"] = lowered.compile(self._options)
+            lower["flush"] = lambda: flushing.lower(self._params, state, drafter=drafter, on=on)
         if state.experts is not None:
             reading = jax.jit(read_experts, donate_argnums=0, out_shardings=self._out())
-            found["read_experts"] = reading.lower(state).compile()
-            found |= self._compile_movers()
-        return found
+            lower["read_experts"] = lambda: reading.lower(state)
+        # Kernels of the model are in one of them.
+        found = {name: self._built(name, None, make, name == "flush") for name, make in lower.items()}
+        return found if state.experts is None else found | self._compile_movers()
 
     def _compile_movers(self) -> dict[str, Any]:
         """One program for all layers whose experts have the same shapes."""

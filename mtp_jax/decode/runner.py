@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,11 +41,18 @@ class LocalRunner(DeviceRunner):
     """
 
     def __init__(
-        self, decoding: Decoding, params: Params, shape: StateShape, *, allocate: bool = True
+        self,
+        decoding: Decoding,
+        params: Params,
+        shape: StateShape,
+        *,
+        allocate: bool = True,
+        kept: Path | None = None,
     ) -> None:
         """Allocates the cache; compiles nothing yet. Raises ConfigError.
 
-        allocate: False: the cache stays released, and ``state`` has its shapes.
+        allocate: False: the cache stays released, and ``state`` has its shapes. kept: the folder of kept
+        programs (``KeptPrograms``).
         """
         model, on = decoding.model, decoding.model.on
         # The passes of several NextN layers differ, so no loop can compute them.
@@ -54,7 +62,7 @@ class LocalRunner(DeviceRunner):
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(model, decoding.drafter, shape, self.layout, groups)
-        self.programs = Programs(decoding, shapes(self.params), abstract)
+        self.programs = Programs(decoding, shapes(self.params), abstract, kept)
         self._abstract, self.state = abstract, empty_state(abstract) if allocate else abstract
         self._shape = shape
 

@@ -11,7 +11,10 @@ import pytest
 
 from mtp_jax.api import compile_cache as compile_cache_module
 from mtp_jax.api.compile_cache import compile_cache, use_compile_cache
+from mtp_jax.api.llm import LLM
+from mtp_jax.api.local import local_runner
 from mtp_jax.machine import program_folder
+from tests.golden import model_dir
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,16 @@ def test_the_last_folder_given_takes_what_is_compiled_then(tmp_path):
     use_compile_cache(None)
     assert kept(3.25) == [same, more]
     assert jax.config.values["jax_compilation_cache_dir"] == before
+
+
+def test_a_model_keeps_its_programs_in_the_folder_in_use(tmp_path):
+    def kept(cache: Path | None) -> Path | None:
+        return local_runner(
+            LLM(model_dir("rigged"), compile_cache=cache, max_num_seqs=1, max_model_len=64).engine
+        ).programs.kept.folder
+
+    assert kept(None) is None
+    assert kept(tmp_path) == compile_cache() == tmp_path / program_folder()
 
 
 def compiled() -> None:
