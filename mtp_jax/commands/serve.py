@@ -123,6 +123,7 @@ def summary(
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
+    plain = "" if settings.is_loopback or settings.tls_cert else ", NOT ENCRYPTED (--tls-cert, or a proxy)"
     kept = f"kept in {folder}" if (folder := compile_cache()) else "not kept"
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:
@@ -136,7 +137,7 @@ def summary(
         f"prefixes {kept_prefixes}" + (f" ({llm.room})" if llm.room else ""),
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
-        "address": f"{address} once it is ready; {who}{only}",
+        "address": f"{address} once it is ready; {who}{only}{plain}",
     }
     if about.simulated:
         del rows["programs"]  # there are no programs

@@ -26,4 +26,4 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def address_of(settings: Settings, port: int) -> str:
     """The URL of the server."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    return f"http://{host}:{port}"
+    return f"{settings.scheme}://{host}:{port}"

@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mtp_jax import ConfigError, JsonObject, Tokenizer, ToolUse
@@ -91,6 +92,30 @@ class Settings:
         flag="--allowed-origin",
         repeated=True,
         metavar="ORIGIN",
+        subject=ACCESS,
+    )
+    tls_cert: str | Path | None = option(
+        None,
+        "PEM file of the server's certificate and its chain: the server speaks https",
+        kind=Path,
+        metavar="FILE",
+        unset="http",
+        subject=ACCESS,
+    )
+    tls_key: str | Path | None = option(
+        None,
+        "PEM file of that certificate's key",
+        kind=Path,
+        metavar="FILE",
+        unset="in the file of tls_cert",
+        subject=ACCESS,
+    )
+    tls_ca: str | Path | None = option(
+        None,
+        "PEM file of authorities: clients must show a certificate of one of them",
+        kind=Path,
+        metavar="FILE",
+        unset="clients show none",
         subject=ACCESS,
     )
     tool_parser: str = option(
@@ -199,6 +224,10 @@ class Settings:
                 "--insecure-no-auth"
             )
 
+        for name in ("tls_key", "tls_ca"):
+            if getattr(self, name) is not None and self.tls_cert is None:
+                raise ConfigError(f"{name} = {getattr(self, name)} without tls_cert, of https; give both")
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names that clients may call the model."""
@@ -222,6 +251,11 @@ class Settings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the server's addresses."""
+        return "http" if self.tls_cert is None else "https"
 
     @property
     def hosts(self) -> frozenset[str]:

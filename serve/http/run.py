@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtp_jax import AsyncLLM, ConfigError, Reporter
 from serve.base.settings import Settings
+from serve.base.tls import tls_context
 from serve.http.app import make_app
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.access_log import log_connection
@@ -34,10 +35,11 @@ _TLS_HANDSHAKE = b"\x16\x03"  # a record of that type, and the major version of 
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Take the port, before any slow work. Raises ConfigError if the port is not free.
+    """Take the port, before any slow work. Nobody can connect yet.
 
-    Nobody can connect yet.
+    Raises ConfigError if the port is not free, or the files of ``tls_context`` are wrong.
     """
+    tls_context(settings)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -89,9 +91,11 @@ def _config(allm: AsyncLLM, settings: Settings, alarm: AcceptanceAlarm) -> uvico
     class Protocol(_Protocol):
         seconds = settings.body_seconds
 
+    context = tls_context(settings)
     return uvicorn.Config(
         make_app(allm, settings, alarm),
         http=Protocol,
+        ssl_context_factory=(lambda config, default: context) if context else None,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -196,9 +200,7 @@ class _Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         begun, self._begun = self._begun, True
         if not begun and data.startswith(_TLS_HANDSHAKE):
-            log_connection(
-                "a client speaks TLS to this port, which has none: use http://, or a proxy with TLS"
-            )
+            log_connection("a client speaks TLS to this port, which has none: use http://, or --tls-cert")
             self.transport.close()
             return
         super().data_received(data)

@@ -65,6 +65,8 @@ def engine_spec(args: argparse.Namespace) -> EngineSpec:
             "an admin key cannot be with --ray: its routes would change one replica of several; leave it "
             "out, and start the application again with other weights"
         )
+    if settings.tls_cert is not None:
+        raise ConfigError("--tls-cert cannot be with --ray, whose proxy takes the port and speaks http alone")
     limits = chosen(args, QueueLimits)
     hosts = Hosts.hosts if "hosts" not in args else args.hosts
     return EngineSpec(

@@ -46,8 +46,8 @@ def write_own_prompts(
             found |= dict.fromkeys(json.loads(kept.read_text(encoding="utf-8")))
             if len(found) < before + _FEWEST * size and len(found) < count:
                 raise RequestError(
-                    f"of {size} texts that the model wrote as a user {len(found) - before} were new prompts of "
-                    f"at most {LONGEST} tokens, after {before}; ask for fewer, or give a file"
+                    f"of {size} texts that the model wrote as a user {len(found) - before} were new prompts "
+                    f"of at most {LONGEST} tokens, after {before}; ask for fewer, or give a file"
                 )
             number += 1
             update(min(len(found), count), count)
