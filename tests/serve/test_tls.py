@@ -2,6 +2,7 @@
 
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -56,7 +57,7 @@ def test_a_client_that_trusts_the_certificate_is_served(tmp_path: Path) -> None:
         ({"tls_ca": CERT}, "tls_ca = .*cert.pem without tls_cert"),
     ],
 )
-def test_wrong_files_are_told(files: dict[str, str | Path], told: str) -> None:
+def test_wrong_files_are_told(files: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
         tls_context(Settings("tiny", **files))
     assert "\n" not in str(caught.value)
