@@ -24,7 +24,7 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
             context.load_verify_locations(settings.tls_ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ValueError) as error:  # SSLError is an OSError
-        reason = error.strerror or str(error) or "no such key"
+        reason = getattr(error, "strerror", None) or str(error) or "no such key"
         raise ConfigError(
             f"{named}: {reason}; expected PEM files of a certificate, its key without a password, and "
             "authorities"

@@ -107,8 +107,10 @@ def test_the_summary_names_what_is_served(server: Running, real: Running, model:
     assert text.endswith(f"{server.url} once it is ready; no API key, this computer only")
     keyed = replace(server.settings, host="0.0.0.0", api_keys=("a", "b"))
     assert summary(server.allm, keyed, "http://0.0.0.0:1").endswith(
-        "http://0.0.0.0:1 once it is ready; 2 API keys"
+        "http://0.0.0.0:1 once it is ready; 2 API keys, NOT ENCRYPTED (--tls-cert, or a proxy)"
     )
+    encrypted = replace(keyed, tls_cert="cert.pem")
+    assert summary(server.allm, encrypted, "https://0.0.0.0:1").endswith("2 API keys")
 
 
 def test_the_helpers_start_with_the_server(fresh: LLM, monkeypatch):
