@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mtp_jax.errors import ConfigError, shown
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# A GGUF file of a folder would be spelled as a name, too.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)")
 # Configuration, tokenizer, templates. Code and pickles are never fetched.
 _TEXTS = ("*.json", "*.jinja", "tiktoken.model")
 _WEIGHTS = "*.safetensors"

@@ -13,7 +13,7 @@ from mtp_jax.api.cache_size import sized
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import backend_of, decoding_of
-from mtp_jax.api.model_folder import model_folder
+from mtp_jax.api.model_folder import head_folder, model_folder
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.sampling_defaults import sampling_defaults
@@ -81,7 +81,7 @@ def _located(options: LLMOptions, report: Reporter, *, weights: bool = True) -> 
     own = Path(options.model) if options.model is not None else demo_model()
     folder = model_folder(own, report, options.revision, weights=weights)
     draft = options.draft_model
-    return (folder,) if draft is None else (folder, model_folder(Path(draft), report))
+    return (folder,) if draft is None else (folder, head_folder(Path(draft), report))
 
 
 def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

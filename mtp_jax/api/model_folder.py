@@ -32,9 +32,7 @@ def model_folder(
     CheckpointError for a file that cannot be read, and OSError.
     """
     if is_name(model):
-        return fetch(
-            str(model), revision, weights=weights, quiet=report is None or isinstance(report, Silent)
-        )
+        return fetch(str(model), revision, weights=weights, quiet=_quiet(report))
     if revision is not None:
         raise ConfigError(
             f"revision = {revision!r:.80} is of a model of a hub, named as org/name, and {model} is a path; "
@@ -60,6 +58,18 @@ def model_folder(
                 if not folder.is_dir():  # else another process was faster
                     raise
     return folder
+
+
+def head_folder(head: Path, report: Reporter | None = None) -> Path:
+    """The folder of a draft head: its own path, or that of a hub's; no head is in a GGUF file.
+
+    Raises ConfigError where the hub does not give it.
+    """
+    return fetch(str(head), quiet=_quiet(report)) if is_name(head) else head
+
+
+def _quiet(report: Reporter | None) -> bool:
+    return report is None or isinstance(report, Silent)
 
 
 def _convert(file: Path, folder: Path, report: Reporter) -> None:

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtp_jax.api.model_folder import model_folder
+from mtp_jax.api.model_folder import head_folder, model_folder
 from mtp_jax.commands import chat, checkpoints, completion, generate, server
 from mtp_jax.commands.options import in_flags, reporter
 from mtp_jax.commands.parser import Parser, Subparsers
@@ -98,12 +98,12 @@ def find_folders(args: argparse.Namespace) -> None:
     elif revision is not None:
         raise ConfigError("--revision is of a model of a hub, named as org/name; leave it out")
     weights = args.weights and "simulate" not in args
-    # The headers of a head's files say its sizes.
-    for name, of, whole in (("model", revision, weights), ("draft_model", None, True)):
-        model = getattr(args, name, None)  # a path, or its text
-        if model is not None and (is_name(model) or is_gguf(Path(model))):
-            folder = model_folder(Path(model), report, of, weights=whole)
-            setattr(args, name, type(model)(folder))
+    model, head = args.model, getattr(args, "draft_model", None)  # paths, or their texts
+    if model is not None and (is_name(model) or is_gguf(Path(model))):
+        args.model = type(model)(model_folder(Path(model), report, revision, weights=weights))
+    if head is not None and is_name(head):
+        # The headers of its files say its sizes.
+        args.draft_model = type(head)(head_folder(Path(head), report))
 
 
 def make_parser() -> Parser:

@@ -8,11 +8,14 @@ from pathlib import Path
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 
-_GGUF = ".gguf"
+GGUF = ".gguf"
+"""The ending of a file in the format of llama.cpp."""
 
 
 def missing_folder(path: Path) -> str:
     """The message where a model's path is no folder."""
+    if path.suffix == GGUF and not os.path.exists(path):
+        return f"{path} does not exist; name a GGUF file, or a directory with config.json and safetensors"
     message = f"{path} is not a directory; name one with config.json and safetensors, or a hub's org/name"
     return message + _gguf_hint([path] if os.path.isfile(path) else [])
 
@@ -23,14 +26,14 @@ def is_gguf(path: Path) -> bool:
         return False
     try:
         with path.open("rb") as file:
-            return path.suffix == _GGUF or file.read(4) == b"GGUF"
+            return path.suffix == GGUF or file.read(4) == b"GGUF"
     except OSError:  # such as a file of another user
         return False
 
 
 def _gguf_hint(files: Iterable[Path]) -> str:
     """An error sentence about a model in the format of llama.cpp."""
-    found = sorted(file.name for file in files if file.suffix == _GGUF)
+    found = sorted(file.name for file in files if file.suffix == GGUF)
     return f". {found[0]} is GGUF: a whole model is read from it, named as the file" if found else ""
 
 

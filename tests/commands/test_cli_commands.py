@@ -149,6 +149,15 @@ def test_advice_is_in_the_words_of_the_shell(capsys, tmp_path):
     assert capsys.readouterr().err == error
 
 
+@pytest.mark.parametrize("name", ["models/tiny.gguf", "tiny.gguf"])
+def test_a_file_that_is_missing_is_told_as_such(capsys, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["generate", name, "-p", "x"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {name} does not exist; name a GGUF file, or a directory"
+    )
+
+
 def test_a_folder_without_a_model_is_told_as_such(capsys, tmp_path):
     gguf = tmp_path / "model-Q4.gguf"
     missing = f"{tmp_path / 'config.json'} does not exist"
@@ -162,7 +171,7 @@ def test_a_folder_without_a_model_is_told_as_such(capsys, tmp_path):
         assert cli.main([*map(str, argv)]) == 2
         assert capsys.readouterr().err == f"{empty}{named}\n"
     assert cli.main(["generate", "-p", "x", "--draft-model", str(gguf)]) == 2
-    assert capsys.readouterr().err.endswith(f"config.json and safetensors{named}\n")
+    assert capsys.readouterr().err.endswith(f"or a hub's org/name{named}\n")
 
 
 def test_train(capsys, monkeypatch, tmp_path):
