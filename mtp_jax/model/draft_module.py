@@ -106,6 +106,21 @@ class DraftModule(Protocol):
         ...
 
 
+@runtime_checkable
+class OfSome(Protocol):
+    """A draft module that may draft some of the trunk's tokens alone."""
+
+    def ids(self, params: Params) -> Int[Array, " v"] | None:
+        """The tokens that it drafts; None: all."""
+        ...
+
+    def own_logits(
+        self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend
+    ) -> Float[Array, "*b v"]:
+        """``DraftModule.logits`` of these tokens."""
+        ...
+
+
 def beside(
     table: Table,
     token_norm: Float[Array, " D"],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.recursive import Recursive
 from mtp_jax.decode.keys import TreeShape
@@ -86,14 +86,24 @@ class Eagle3Head:
             return on.finish(x, _of(params).norm, self.cfg.rms_norm_eps)
         return on.tap(x)
 
-    def logits(self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend) -> Float[Array, "*b V"]:
-        """Logits of the head's vocabulary, each at its token's id, and -inf elsewhere."""
+    def ids(self, params: Params) -> Int[Array, " v"] | None:
+        """See ``OfSome``."""
+        offset = _of(params).target_offset
+        return None if offset is None else jnp.arange(len(offset)) + offset
+
+    def own_logits(
+        self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend
+    ) -> Float[Array, "*b v"]:
+        """See ``OfSome``."""
         p = _of(params)
         z = z if self.head.normed_output else rms_norm(z, p.norm, self.cfg.rms_norm_eps)
-        own = self.head.logit_scale * on.products.head(z, params.table if p.head is None else p.head)
-        if p.target_offset is None:
+        return self.head.logit_scale * on.products.head(z, params.table if p.head is None else p.head)
+
+    def logits(self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend) -> Float[Array, "*b V"]:
+        """Logits of the head's vocabulary, each at its token's id, and -inf elsewhere."""
+        own, ids = self.own_logits(params, k, z, on), self.ids(params)
+        if ids is None:
             return own
-        ids = jnp.arange(own.shape[-1]) + p.target_offset
         return jnp.full((*own.shape[:-1], self.trunk.vocab_size), -jnp.inf).at[..., ids].set(own)
 
 

@@ -110,6 +110,13 @@ def register(subparsers: Subparsers) -> None:
     add_value(sub, "--pieces", 64, "pieces of held-out text to measure bits per byte on", positive, "N")
     _add_compile_cache(sub)
 
+    sub = command("questions", _questions, "how many drafts are accepted in answers, by kind of question")
+    add_value(sub, "--temperatures", [0.0, 0.7], "to sample at, 0 is greedy", _numbers, "T,...")
+    add_value(sub, "--depth", 3, "drafts per step", int, "K")
+    add_value(sub, "--max-tokens", 128, "tokens to generate for each", positive, "N")
+    sub.add_argument("--draft-model", type=Path, metavar="DIR", help="a head (default: the model's own)")
+    _add_compile_cache(sub)
+
     sub = command("window", _window, "what a wider window costs, in time and in bytes")
     add_value(sub, "--windows", [1, 2, 4, 8], "tokens of a row that are verified at once", counts, "N,...")
     add_value(sub, "--rounds", 40, "calls per window", positive, "N")
@@ -248,6 +255,12 @@ def _acceptance(a: Arguments) -> Reports:
         a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples, a.pieces
     )
     yield acceptance.run(a.model, load)
+
+
+def _questions(a: Arguments) -> Reports:
+    from mtp_jax.lab.bench import questions
+
+    yield questions.run(a.model, questions.Asked(a.temperatures, a.depth, a.max_tokens, a.draft_model))
 
 
 def _window(a: Arguments) -> Reports:

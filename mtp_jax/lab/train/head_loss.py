@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.drafter.protocol import FINAL
-from mtp_jax.lab.train.learner import Drafted, Learner
+from mtp_jax.lab.train.learner import Drafted, Learner, Teacher
 from mtp_jax.lab.train.states import StateWindows
 from mtp_jax.lab.train.tune_options import Objective
 from mtp_jax.model import trunk
@@ -107,33 +107,39 @@ def _is_none(x: object) -> bool:
 
 def drafts_of(task: Task, params: Params, windows: StateWindows) -> Iterator[Drafted]:
     """The drafts of all rows, as the head makes them when it decodes: draft 0, draft 1, ..."""
-    teacher = trunk.logits(params, windows.states[FINAL].astype(jnp.float32), task.on)
-    return task.head.drafts(params, task.on, windows, task.drafts, jax.lax.stop_gradient(teacher))
+    logits = trunk.logits(params, windows.states[FINAL].astype(jnp.float32), task.on)
+    teacher = Teacher.of(jax.lax.stop_gradient(logits), task.head.ids(params))
+    return task.head.drafts(params, task.on, windows, task.drafts, teacher)
 
 
 def _figures(task: Task, k: int, params: Params, drafted: Drafted) -> tuple[Array, Array, Array]:
     """(Objective, whether the most likely tokens agree, overlap) of every row of draft ``k``."""
-    given = task.head.logits(params, task.on, k, drafted)
-    loss, same, overlap = _compared(task, given, drafted)
+    given, ids = task.head.logits(params, task.on, k, drafted), task.head.ids(params)
+    loss, same, overlap = _compared(task, given, drafted, ids)
     # Logits that learn nothing from a choice among their best tokens learn by themselves.
     if (candidates := task.head.candidates(params, task.on, drafted)) is not None:
-        loss += _compared(task, candidates, drafted)[0]
+        loss += _compared(task, candidates, drafted, ids)[0]
     return loss, same, overlap
 
 
-def _compared(task: Task, given: Float[Array, "R V"], drafted: Drafted) -> tuple[Array, Array, Array]:
-    """``_figures`` of logits. given: -inf for tokens that are never drafted."""
+def _compared(
+    task: Task, given: Float[Array, "R v"], drafted: Drafted, ids: Int[Array, " v"] | None
+) -> tuple[Array, Array, Array]:
+    """``_figures`` of logits. given: -inf for tokens that are never drafted. ids: the tokens; None: all."""
     teacher = drafted.teacher
     drafts = jnp.isfinite(given)
     logits = jnp.where(drafts, given, _NEVER)
-    p, log_q = jax.nn.softmax(teacher), jax.nn.log_softmax(logits)
+    p, log_q = jnp.exp(teacher.logits - teacher.total[:, None]), jax.nn.log_softmax(logits)
     overlap = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
     if task.objective == "tv":
         loss = 1 - overlap
     elif task.objective == "kl":  # from the trunk's distribution over the tokens that are drafted
-        wanted = jax.nn.log_softmax(jnp.where(drafts, teacher, _NEVER))
+        wanted = jax.nn.log_softmax(jnp.where(drafts, teacher.logits, _NEVER))
         loss = (jnp.exp(wanted) * (wanted - log_q)).sum(-1)
     else:
-        chosen = jnp.take_along_axis(log_q, drafted.tokens[:, None], axis=-1)[:, 0]
-        loss = jnp.where(chosen > _NEVER / 2, -chosen, 0)
-    return loss, logits.argmax(-1) == teacher.argmax(-1), overlap
+        at = drafted.tokens if ids is None else jnp.searchsorted(ids, drafted.tokens)  # ids ascend
+        chosen = jnp.take_along_axis(log_q, at[:, None], axis=-1, mode="clip")[:, 0]
+        known = True if ids is None else ids[jnp.minimum(at, len(ids) - 1)] == drafted.tokens
+        loss = jnp.where(known & (chosen > _NEVER / 2), -chosen, 0)
+    best = logits.argmax(-1)
+    return loss, (best if ids is None else ids[best]) == teacher.best, overlap

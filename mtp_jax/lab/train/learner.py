@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
+from jax.nn import logsumexp
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.drafter.recursive import Recursive
@@ -16,10 +18,30 @@ from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import empty_cache
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.draft_module import DraftModule
+from mtp_jax.model.draft_module import DraftModule, OfSome
 from mtp_jax.model.head import head_of
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import data_size
+
+
+class Teacher(NamedTuple):
+    """The trunk's distribution of some tokens.
+
+    Attributes:
+        logits: the trunk's, of the tokens that the head drafts.
+        total: logarithm of the sum of the exponentials of all tokens' logits.
+        best: the most likely of all tokens.
+    """
+
+    logits: Float[Array, "*b v"]
+    total: Float[Array, "*b"]
+    best: Int[Array, "*b"]
+
+    @classmethod
+    def of(cls, logits: Float[Array, "*b V"], ids: Int[Array, " v"] | None) -> "Teacher":
+        """ids: the tokens that the head drafts; None: all."""
+        some = logits if ids is None else jnp.take(logits, ids, axis=-1)
+        return cls(some, logsumexp(logits, axis=-1), logits.argmax(-1))
 
 
 class Drafted(NamedTuple):
@@ -27,13 +49,13 @@ class Drafted(NamedTuple):
 
     Attributes:
         z: the head's states, from which it drafts.
-        teacher: the trunk's logits of the draft's token.
+        teacher: the trunk's distribution of the draft's token.
         previous, tokens: the text's own tokens before the draft's place and there.
         counts: rows whose draft is of an answer.
     """
 
     z: Float[Array, "R d"]
-    teacher: Float[Array, "R V"]
+    teacher: Teacher
     previous: Int[Array, " R"]
     tokens: Int[Array, " R"]
     counts: Bool[Array, " R"]
@@ -52,17 +74,24 @@ class Learner(Protocol):
         """Drafts of the one pass that makes them all; None: each draft takes a pass."""
         ...
 
-    def drafts(
-        self, params: Params, on: Backend, w: StateWindows, count: int, teacher: Float[Array, "B n V"]
-    ) -> Iterator[Drafted]:
-        """Draft 0 of all rows, draft 1, ..., as the head makes them when it decodes."""
+    def ids(self, params: Params) -> Int[Array, " v"] | None:
+        """The tokens that logits are of; None: all."""
         ...
 
-    def logits(self, params: Params, on: Backend, k: int, drafted: Drafted) -> Float[Array, "R V"]:
+    def drafts(
+        self, params: Params, on: Backend, w: StateWindows, count: int, teacher: Teacher
+    ) -> Iterator[Drafted]:
+        """Draft 0 of all rows, draft 1, ..., as the head makes them when it decodes.
+
+        teacher: the distribution at every row, [B, n].
+        """
+        ...
+
+    def logits(self, params: Params, on: Backend, k: int, drafted: Drafted) -> Float[Array, "R v"]:
         """The logits of draft ``k``, -inf for tokens that the head never drafts."""
         ...
 
-    def candidates(self, params: Params, on: Backend, drafted: Drafted) -> Float[Array, "R V"] | None:
+    def candidates(self, params: Params, on: Backend, drafted: Drafted) -> Float[Array, "R v"] | None:
         """The logits whose best tokens are the candidates of a draft; None: all tokens are."""
         ...
 
@@ -79,8 +108,12 @@ class Recursion:
         """The module's."""
         return self.module.features
 
+    def ids(self, params: Params) -> Int[Array, " v"] | None:
+        """See ``Learner``."""
+        return self.module.ids(params) if isinstance(self.module, OfSome) else None
+
     def drafts(
-        self, params: Params, on: Backend, w: StateWindows, count: int, teacher: Float[Array, "B n V"]
+        self, params: Params, on: Backend, w: StateWindows, count: int, teacher: Teacher
     ) -> Iterator[Drafted]:
         """The row at position i of a window drafts after token i + 1; draft k is of token i + 2 + k."""
         length = w.tokens.shape[1] - (count + 1)
@@ -91,12 +124,16 @@ class Recursion:
         for k, draft in enumerate(drafts):
             before, here = (slice(k + i, k + i + length) for i in (1, 2))
             counts = w.answer[:, 1 : length + 1] & (w.text[:, :length] == w.text[:, here])
-            found = draft.hidden, teacher[:, before], w.tokens[:, before], w.tokens[:, here], counts
-            yield Drafted(*(a.reshape(-1, *a.shape[2:]) for a in found))
+            wanted = jax.tree.map(lambda a, rows=before: a[:, rows], teacher)
+            found = Drafted(draft.hidden, wanted, w.tokens[:, before], w.tokens[:, here], counts)
+            yield jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), found)
 
-    def logits(self, params: Params, on: Backend, k: int, drafted: Drafted) -> Float[Array, "R V"]:
+    def logits(self, params: Params, on: Backend, k: int, drafted: Drafted) -> Float[Array, "R v"]:
         """The logits of the layer that makes this draft."""
-        return self.module.logits(params, k % len(self.module.numbers), drafted.z, on)
+        given = params, k % len(self.module.numbers), drafted.z, on
+        return (
+            self.module.own_logits(*given) if isinstance(self.module, OfSome) else self.module.logits(*given)
+        )
 
     def candidates(self, params: Params, on: Backend, drafted: Drafted) -> None:
         """All tokens are."""
@@ -118,8 +155,11 @@ class OnePass:
         """Drafts of a block."""
         return self.module.head.most_drafts
 
+    def ids(self, params: Params) -> None:
+        """All: a draft's own logits are corrected at the tokens' places."""
+
     def drafts(
-        self, params: Params, on: Backend, w: StateWindows, count: int, teacher: Float[Array, "B n V"]
+        self, params: Params, on: Backend, w: StateWindows, count: int, teacher: Teacher
     ) -> Iterator[Drafted]:
         """A block follows each anchor, and sees the contexts of its text before the anchor."""
         blocks = self.module
@@ -139,8 +179,8 @@ class OnePass:
         for k in range(count):
             row, before, here = k if head.anchored else k + 1, at + k, at + k + 1
             counts = w.answer[window, at] & (w.text[window, at] == w.text[window, here])
-            target = teacher[window, before], w.tokens[window, before], w.tokens[window, here], counts
-            yield Drafted(z[:, row], *target)
+            wanted = jax.tree.map(lambda a, at=before: a[window, at], teacher)
+            yield Drafted(z[:, row], wanted, w.tokens[window, before], w.tokens[window, here], counts)
 
     def logits(self, params: Params, on: Backend, k: int, drafted: Drafted) -> Float[Array, "R V"]:
         """The logits after the text's token before the draft."""

@@ -30,7 +30,7 @@ def write_own_prompts(
     Rounds that an interrupted run has written, beside ``path``, are kept.
 
     sampling: options of answers; each line has a temperature, in turn from several, unless one is given.
-    phase: the name that ``report`` shows. Raises RequestError for a model that writes no prompts.
+    phase: the name that ``report`` shows. Raises RequestError for a model that writes too few new prompts.
     """
     if path.exists():
         return
@@ -59,7 +59,10 @@ def write_own_prompts(
 
 
 def _beginning(llm: LLM) -> tuple[int, ...]:
-    """The ids of a conversation up to the text of its first user. Raises RequestError."""
+    """The ids of a conversation up to the text of its first user.
+
+    Raises RequestError for a model without a tokenizer or a chat template.
+    """
     if llm.tokenizer is None:
         raise RequestError("tuning a head needs the model's tokenizer, which its folder lacks")
     text = llm.tokenizer.apply_chat_template([{"role": "user", "content": _MARK}])

@@ -24,6 +24,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import family_of
 from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.hf_config import read_json
+from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import NextN, Params, init_tree, param_specs
 from mtp_jax.model.sharding import check_divisible, param_sharding
 from mtp_jax.options import check_company
@@ -58,10 +59,11 @@ class Start:
 
 
 def begin(model: LLMOptions, options: TuneOptions, answers: np.ndarray | None = None) -> Start:
-    """Load the head of a model, or make one. Raises ConfigError, CheckpointError.
+    """Load the head of a model, or make one.
 
-    answers: tokens, the commonest of which a head with fewer tokens drafts; None: it drafts the first ones,
-    as for its sizes alone.
+    Raises ConfigError for options that do not fit the model, CheckpointError for its files.
+    answers: tokens, the commonest of which a head with fewer tokens drafts; None: it drafts the first
+    tokens, which serves to know its sizes.
     """
     check_company(ConfigError, options, model)
     folder, fresh, mesh = Path(model.model or demo_model()), options.fresh, model.mesh
@@ -71,6 +73,11 @@ def begin(model: LLMOptions, options: TuneOptions, answers: np.ndarray | None = 
     if fresh and not declared.attention.trained:
         title = family_of(declared).title
         raise ConfigError(f"fresh = {fresh!r}: no head is made for {title} here; name another model")
+    if (options.draft_vocab or 0) >= declared.vocab_size:
+        raise ConfigError(
+            f"draft_vocab = {options.draft_vocab}; expected fewer than the model's {declared.vocab_size} "
+            "tokens; leave it out to draft them all"
+        )
     beside = DraftFolder.of(model.draft_model, model.draft_captures)
     plan = make_plan(folder, beside, 0 if fresh else model.num_nextn_layers)
     loaded = Loader(mesh=mesh, layers=False).load(plan)
@@ -96,12 +103,17 @@ def begin(model: LLMOptions, options: TuneOptions, answers: np.ndarray | None = 
 
 
 def _drafting(params: Params, counts: np.ndarray, vocab: int) -> Params:
-    """Parameters whose head drafts the commonest tokens, of equals the lowest, in the order of their ids."""
+    """Parameters whose head drafts the commonest tokens, of equals the lowest, in the order of their ids.
+
+    Its table begins with the trunk's rows of these tokens.
+    """
     head: Any = params.drafter
     ids = np.sort(np.argsort(-counts, kind="stable")[:vocab])
     offsets = (ids - np.arange(vocab)).astype(np.int32)
     offsets = jax.device_put(offsets, head.target_offset.sharding)
-    return replace(params, drafter=replace(head, target_offset=offsets))
+    table = head.head
+    rows = jax.device_put(expand(params.table, table.dtype)[ids].astype(table.dtype), table.sharding)
+    return replace(params, drafter=replace(head, target_offset=offsets, head=rows))
 
 
 def _counted(cfg: ModelConfig) -> JsonObject:

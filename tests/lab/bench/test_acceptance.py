@@ -13,8 +13,8 @@ from mtp_jax import LLM, checkpoint
 from mtp_jax.commands import cli
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
-from mtp_jax.lab.bench import acceptance, bits
-from tests import golden
+from mtp_jax.lab.bench import acceptance, bits, questions
+from tests import golden, tiny_tokenizer
 from tests.lab.bench import small
 from tests.models import SMALL
 from tests.rounding import near, of_model
@@ -40,6 +40,23 @@ def test_the_model_is_read_once(tmp_path, monkeypatch):
         assert found["tokens"] == 24
         assert len(found["samples"]) == 1
     assert json.loads(out.read_text())["figures"]["held_out_text"] is None  # without a tokenizer
+
+
+@pytest.mark.slow
+def test_questions_are_answered_by_kind(tmp_path, monkeypatch):
+    """The lengths of kinds, weighted by steps, make the length of all questions."""
+    monkeypatch.setattr(questions, "QUESTIONS", {"a": ["b", "cd"], "e": ["f"]})
+    out, model = tmp_path / "out.json", str(tiny_tokenizer.model(tmp_path / "model"))
+    command = ["bench", "questions", "--model", model, "--depth", "2", "--max-tokens", "12"]
+    assert cli.main([*command, "--json", str(out), "--compile-cache", "none"]) == 0
+    levels = json.loads(out.read_text())["figures"]["levels"]
+    kinds = [(k, t) for t in (0, 0.7) for k in ("a", "e", "all")]
+    assert [(f["kind"], f["temperature"]) for f in levels] == kinds
+    for one, other, both in (levels[:3], levels[3:]):
+        assert both["steps"] == one["steps"] + other["steps"]
+        total = sum(f["acceptance_length"] * f["steps"] for f in (one, other))
+        assert both["acceptance_length"] == pytest.approx(total / both["steps"])
+        assert both["acceptance_length"] > 1.2
 
 
 @pytest.mark.parametrize("option", ["--json", "--png"])

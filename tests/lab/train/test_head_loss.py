@@ -98,7 +98,7 @@ def test_what_is_tuned_is_what_drafts(variant: str) -> None:
         assert got.argmax() == ids[k]
         assert drafted.counts[row]
         assert drafted.tokens[row] == ids[k]
-        near(drafted.teacher[row], teacher[k], cfg.hidden_size)
+        near(drafted.teacher.logits[row], teacher[k], cfg.hidden_size)
         if recursive:
             near(got[np.isfinite(got)], want["draft_rec_logits"][k], of_model(cfg, len(text)))
 
@@ -168,11 +168,11 @@ def test_the_objective_is_the_distance_of_two_distributions() -> None:
     for logits, drafted in both:
         rows = np.flatnonzero(np.asarray(drafted.counts))
         assert 0 < len(rows) < len(logits)
-        q, p = (softmax(np.asarray(a, np.float64)[rows], axis=-1) for a in (logits, drafted.teacher))
+        q, p = (softmax(np.asarray(a, np.float64)[rows], axis=-1) for a in (logits, drafted.teacher.logits))
         losses["kl"].append((p * np.log(p / q)).sum(-1).mean())
         losses["tv"].append(abs(p - q).sum(-1).mean() / 2)
         losses["text"].append(-np.log(q[range(len(rows)), drafted.tokens[rows]]).mean())
-        size = max(size, *(float(jnp.abs(a).max()) for a in (logits, drafted.teacher)))
+        size = max(size, *(float(jnp.abs(a).max()) for a in (logits, drafted.teacher.logits)))
     # Errors of logits are those of log-probabilities, and of probabilities at most.
     close = partial(near, terms=of_model(cfg, given.tokens.shape[1]) + cfg.vocab_size, size=size)
     for kind, each in losses.items():

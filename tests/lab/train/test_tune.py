@@ -3,24 +3,31 @@
 import json
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mtp_jax.api.demo import demo_model
+from mtp_jax.api.llm import LLM
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.api.progress import Silent
 from mtp_jax.checkpoint import load, save_checkpoint
 from mtp_jax.commands import cli
 from mtp_jax.commands.options import engine_options
+from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import RequestError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.commands import tune_head
+from mtp_jax.lab.train.own_prompts import write_own_prompts
 from mtp_jax.lab.train.prompts import read_prompts
 from mtp_jax.lab.train.report import RunReporter
 from mtp_jax.lab.train.start import begin
@@ -42,6 +49,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     save_checkpoint(folder, cfg, rigged(cfg, noise=0.3))
     with sharing_programs():
         yield tiny_tokenizer.write(folder, cfg.vocab_size, TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of Llama's shape without NextN layers, whose next token is mostly a function of the last."""
+    folder = tmp_path_factory.mktemp("tune") / "llama"
+    names = "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace"
+    dense = {**dict.fromkeys(names, 0), "num_nextn_predict_layers": 0, "nextn_moe": ()}
+    plain = gqa(
+        replace(TINY, vocab_size=104, eos_token_ids=(1,), **dense), qk_norm=False, bias=False, rotary=1
+    )
+    cfg = replace(plain, family="llama")
+    save_checkpoint(folder, cfg, rigged(cfg))
+    return tiny_tokenizer.write(folder, cfg.vocab_size, TEMPLATE)
+
+
+FRESH = ["--fresh", "eagle3", "--draft-vocab", "64", "--draft-mlp", "32"]
 
 
 # Short, so that every prompt is one chunk of 16 tokens.
@@ -98,13 +122,21 @@ def test_a_run_ends_with_a_head(
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize(
+    ("name", "more"), [("model", []), pytest.param("llama", FRESH, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_ends_with_the_same_head(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Texts that need no answers, and no acceptance measured, so that no step is compiled."""
+    model = request.getfixturevalue(name)
     monkeypatch.setattr("mtp_jax.lab.train.tune._MEASURED", {})
     prompts, whole, parts = write_lines(tmp_path / "p.jsonl", READY), tmp_path / "a", tmp_path / "b"
-    assert cli.main(command(model, prompts, whole)) == 0
+    assert cli.main(command(model, prompts, whole, *more)) == 0
     parts.mkdir()
     for name in ("states", "states.json", "before.json"):
         (shutil.copytree if name == "states" else shutil.copyfile)(whole / name, parts / name)
@@ -119,13 +151,78 @@ def test_an_interrupted_run_ends_with_the_same_head(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(RunReporter, "step", press)
-            assert cli.main(command(model, prompts, parts)) == cli.INTERRUPTED
+            assert cli.main(command(model, prompts, parts, *more)) == cli.INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, handler)
     assert not (parts / "head").exists()
-    assert cli.main(command(model, prompts, parts)) == 0
+    assert cli.main(command(model, prompts, parts, *more)) == 0
     weights = [(folder / "head" / "model.safetensors").read_bytes() for folder in (whole, parts)]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_a_model_without_layers_gets_a_head(llama: Path, tmp_path: Path) -> None:
+    """It drafts the commonest tokens of the answers, and the text stays."""
+    lines: list[Any] = [{"prompt": "ABCDEFGHIJKLMNOP"[i] * (i % 3 + 1)} for i in range(16)]
+    prompts, out = write_lines(tmp_path / "p.jsonl", lines), tmp_path / "out"
+    sizes = "--steps 120 --windows 4 --learning-rate 5e-3 --max-tokens 48 --max-num-seqs 8"
+    assert cli.main(command(llama, prompts, out, *FRESH, *sizes.split())) == 0
+    shards = (out / "states" / "learned").iterdir()
+    said = np.concatenate([shard["tokens"][shard["answer"] > 0] for shard in map(load_file, shards)])
+    ids = np.arange(64) + load_file(out / "head" / "model.safetensors")["d2t"]
+    counts = np.bincount(said, minlength=104)
+    assert sorted(counts[ids]) == sorted(counts)[-64:]
+    options: Any = {"max_num_seqs": 2, "max_model_len": 96, "compile_cache": None}
+    answers = [
+        llm.generate([(5, 6, 7), (40, 41)], SamplingParams(temperature=0, max_tokens=40))
+        for llm in (
+            LLM(llama, num_speculative_tokens=0, **options),
+            LLM(llama, num_speculative_tokens=2, draft_model=out / "head", **options),
+        )
+    ]
+    texts = [[tuple(o.outputs[0].token_ids) for o in outputs] for outputs in answers]
+    assert texts[0] == texts[1]
+    assert sum(o.speculation.acceptance_length for o in answers[1]) / 2 > 1.2
+    report = json.loads((out / "report.json").read_text())
+    assert report["before"] is None
+    assert report["after"]["greedy"]["length"] > 1.2
+
+
+class Dictating:
+    """Stands for an LLM that says the characters of texts, in turn."""
+
+    def __init__(self, folder: Path, texts: Sequence[str]) -> None:
+        self.tokenizer, self._texts, self.asked = Tokenizer.from_dir(folder), cycle(texts), list[Any]()
+        self.engine = SimpleNamespace(config=SimpleNamespace(max_num_seqs=2))
+
+    def generate(self, prompts: Any, params: Any) -> list[Any]:
+        self.asked += zip(prompts, params, strict=True)
+        texts = [next(self._texts) for _ in prompts]
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(text=t, finish_reason="stop" if t != "long" else "length")]
+            )
+            for t in texts
+        ]
+
+
+def test_a_model_writes_its_prompts(model: Path, tmp_path: Path) -> None:
+    """Different texts that have ended, after the template's beginning; a second run goes on."""
+    path, said = tmp_path / "prompts.jsonl", ["hi", "long", " ", "hi", "one ", "two", "three", "four"]
+    llm: Any = Dictating(model, said)
+    write_own_prompts(llm, 4, 7, {}, path, Silent(), "prompts")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["messages"][0]["content"] for line in lines] == ["hi", "one", "two", "three"]
+    assert [line["temperature"] for line in lines] == [0.0, 0.7, 1.0, 0.0]
+    assert {llm.tokenizer.decode(ids) for ids, _ in llm.asked} == {"u: "}
+    assert len({params.seed for _, params in llm.asked}) == len(llm.asked) == len(said)
+    path.unlink()
+    again: Any = Dictating(model, ["five"])
+    write_own_prompts(again, 5, 7, {"temperature": 0.5}, path, Silent(), "prompts")
+    assert not again.asked
+    assert [json.loads(line).get("temperature") for line in path.read_text().splitlines()] == [None] * 5
+    with pytest.raises(RequestError, match="of 8 texts that the model wrote as a user 0 were new prompts"):
+        write_own_prompts(Dictating(model, ["five"]), 9, 7, {}, tmp_path / "q.jsonl", Silent(), "")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +290,8 @@ def test_a_model_without_drafts_answers_first(tmp_path: Path, monkeypatch: pytes
     ("more", "message"),
     [
         (["--num-speculative-tokens", "0"], "error: --num-speculative-tokens 0; expected 1 or more"),
+        (["--draft-vocab", "9"], "error: --draft-vocab 9 without --fresh eagle3; expected both, or neither"),
+        (["--fresh", "eagle3", "--draft-vocab", "104"], "error: --draft-vocab 104; expected fewer than the"),
         (["--hosts", "2"], "error: unrecognized arguments: --hosts 2"),
         (["--held-out", "6"], "has 6 texts, and held_out = 6 of them are not learned"),
         (["--draft-model", str(model_dir("eagle3", "draft"))], "the head is made for vocab_size = 80, the"),
