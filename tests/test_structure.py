@@ -15,11 +15,11 @@ KINDS = {"Moe", "Mlp", "Narrow", "Bf16", "Fp8", "Fp4", "Int4", "MlaConfig", "Gqa
 KINDS |= {"IndexerConfig", "DraftHead", "BlockConfig", "BlockHead", "Eagle3Config", "Eagle3", "StagesConfig"}
 LONG, LONGER, MANY = 15, 20, 8
 MOST = {
-    "branches on the family": 13,
-    "files that branch on the family": 8,
-    f"functions with more than {LONG} branches": 18,
+    "branches on the family": 9,
+    "files that branch on the family": 7,
+    f"functions with more than {LONG} branches": 17,
     f"functions with more than {LONGER} branches": 4,
-    f"functions with {MANY} parameters or more": 22,
+    f"functions with {MANY} parameters or more": 18,
     "isinstance on kinds": 42,
 }
 
@@ -77,7 +77,8 @@ def counts() -> dict[str, list[str]]:
                     yield f"{name}:{node.name}", node
 
     trees = {str(path.relative_to(ROOT)): parsed(path.read_text(encoding="utf-8")) for path in sources()}
-    family = [name for name, tree in trees.items() for _ in range(on_family(tree))]
+    elsewhere = {name: tree for name, tree in trees.items() if not name.startswith("mtp_jax/model/family/")}
+    family = [name for name, tree in elsewhere.items() for _ in range(on_family(tree))]
     sizes = {f"{name}:{node.lineno}": (branches(node), parameters(node)) for name, node in functions()}
     found = [
         family,

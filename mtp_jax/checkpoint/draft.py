@@ -108,7 +108,12 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
         raise ConfigError(
             f"draft_captures = {captures!r}, but {folder.path} has NextN layers, which read no taps"
         )
-    own = by_tensors(config_of_file(folder.path / "config.json"), folder.tensors)
+    try:
+        own = by_tensors(config_of_file(folder.path / "config.json"), folder.tensors)
+    except ConfigError as e:
+        raise ConfigError(
+            f"{folder.path} has no head of a known kind (drafter names others), and as NextN layers: {e}"
+        ) from e
     pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
     differing = [
         f"{name} is {mine!r}, the model's is {trunks!r}"

@@ -61,7 +61,7 @@ class Loader:
     on_host: bool = False
 
     def load(self, plan: LoadPlan) -> Loaded:
-        """Read a plan, without tensors that are copies of others; errors are those of ``read``."""
+        """Read a plan, without copies of the trunk's tensors. Errors: see ``read``."""
         if self.dtype not in type_of:
             raise ConfigError(f"dtype {self.dtype!r} is not supported; expected one of {', '.join(type_of)}")
         check_divisible(plan.config, self.mesh)
@@ -70,7 +70,7 @@ class Loader:
     def read(self, plan: LoadPlan, own: frozenset[str]) -> Loaded:
         """Read a plan. own: duplicates that differ from the trunk's tensors, and are kept.
 
-        Raises CheckpointError, ConfigError where the folder holds no such model.
+        Raises CheckpointError for damaged or contradicting tensors, ConfigError for blocks that a mesh splits.
         """
         plan = plan.keeping(own)
         count = _Counter(plan.tensors, self.progress)

@@ -323,8 +323,7 @@ def ready(report: Reporter, llm: "LLM") -> None:
 
 def drafter(llm: "LLM") -> str:
     """The drafter of a model, for people: "1 NextN layer", "a DFlash head"."""
-    layers, head = llm.config.num_nextn_predict_layers, llm.engine.cfg.drafter or llm.config.drafter
-    return head.title if head else f"{layers} NextN layer{'s' * (layers != 1)}"
+    return (llm.engine.cfg if llm.engine.cfg.drafter else llm.config).drafter_title
 
 
 def depth(llm: "LLM") -> str:

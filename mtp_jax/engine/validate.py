@@ -12,7 +12,6 @@ from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.config_parts import Trees
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.rules import BadWords, Constraints, ThinkingBudget, TokenRule, bad_words
 from mtp_jax.text.thoughts import Thoughts
@@ -61,21 +60,19 @@ def check_sizes(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
 
 def _check_drafts(cfg: ModelConfig, config: EngineConfig) -> None:
     """Raises ConfigError for drafts that the model's drafter does not make."""
-    head, tree, layers = cfg.drafter, config.trees, cfg.num_nextn_predict_layers
+    head, tree, able = cfg.drafter, config.trees, cfg.trees
     deepest = tree.steps if tree else config.num_speculative_tokens
     if tree and cfg.attention.consecutive:
         raise ConfigError(
             f"tree = {config.tree!r:.80} with compressed attention; leave it out: an entry is made of "
             "consecutive tokens, which the nodes of a tree are not"
         )
-    able: Trees | None = head.trees if head else "grown" if layers == 1 else None
     if tree and tree.kind != able:
         grown, given = "is grown by one NextN layer or an EAGLE-3 head", "lists ranks, which some heads take"
-        own = head.title if head else f"{layers or 'no'} NextN layer{'s' * (layers != 1)}"
         other = {None: "", "grown": ", or give TOPKxSTEPSxNODES", "given": ", or give lists of ranks"}
         raise ConfigError(
             f"tree = {config.tree!r:.80} {grown if tree.kind == 'grown' else given}, and this model drafts "
-            f"with {own}; leave it out{other[able]}"
+            f"with {cfg.drafter_title}; leave it out{other[able]}"
         )
     if tree and tree.topk > cfg.vocab_size:
         raise ConfigError(

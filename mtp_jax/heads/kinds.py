@@ -55,4 +55,7 @@ def head_from_json(raw: JsonObject) -> DraftHead:
             return kind(**{**values, **sizes})
     except TypeError as e:
         raise ConfigError(f"the draft head is not what convert writes: {e}") from e
-    raise ConfigError(f"a draft head of kind {raw.get('kind')!r:.80}; expected one of {', '.join(known)}")
+    raise ConfigError(
+        f"a draft head of kind {raw.get('kind')!r:.80}; expected one of {', '.join(known)}, or the kind that "
+        "drafter names"
+    )

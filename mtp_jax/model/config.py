@@ -15,6 +15,7 @@ from mtp_jax.model.config_parts import (
     HyperConfig,
     RopeScaling,
     Scoring,
+    Trees,
     YarnConfig,
     is_whole,
 )
@@ -147,6 +148,18 @@ class ModelConfig:
     def drafts(self) -> bool:
         """Whether the model has NextN layers or a draft head."""
         return self.num_nextn_predict_layers > 0 or self.drafter is not None
+
+    @property
+    def trees(self) -> Trees | None:
+        """The trees that its drafter makes; several NextN layers make none."""
+        one = "grown" if self.num_nextn_predict_layers == 1 else None
+        return self.drafter.trees if self.drafter else one
+
+    @property
+    def drafter_title(self) -> str:
+        """A noun phrase for its drafter: "1 NextN layer", "a DFlash head"."""
+        layers = self.num_nextn_predict_layers
+        return self.drafter.title if self.drafter else f"{layers or 'no'} NextN layer{'s' * (layers != 1)}"
 
     def without_drafts(self) -> "ModelConfig":
         """The trunk alone."""

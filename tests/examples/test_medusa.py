@@ -144,5 +144,8 @@ def test_the_command_line_takes_the_heads(tmp_path: Path, monkeypatch, capsys) -
     given = ["info", str(model_dir(medusa.TRUNK)), "--draft-model", str(heads)]
     assert cli.main(given) != 0
     assert "Medusa heads are an example of --drafter (docs/research.md)" in capsys.readouterr().err
+    plain = medusa.write(tmp_path / "plain")
+    assert cli.main([*given[:-1], str(plain)]) != 0
+    assert "no head of a known kind (drafter names others)" in capsys.readouterr().err
     assert cli.main([*given, "--drafter", "medusa:MedusaConfig"]) == 0
     assert "4 Medusa heads, which read the final hidden state" in capsys.readouterr().out
