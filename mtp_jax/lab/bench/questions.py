@@ -22,7 +22,7 @@ _ALL = "all"
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionLoad:
     """The answers that acceptance is measured over: to every question, at every temperature.
 
     Attributes:
@@ -37,7 +37,7 @@ class Asked:
     draft_model: Path | None
 
 
-def run(model: str, asked: Asked) -> Report:
+def run(model: str, asked: QuestionLoad) -> Report:
     """Answer the questions eight at a time.
 
     Raises ConfigError for a depth below 1 and for a model without a chat template.

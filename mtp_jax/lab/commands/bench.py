@@ -260,7 +260,7 @@ def _acceptance(a: Arguments) -> Reports:
 def _questions(a: Arguments) -> Reports:
     from mtp_jax.lab.bench import questions
 
-    yield questions.run(a.model, questions.Asked(a.temperatures, a.depth, a.max_tokens, a.draft_model))
+    yield questions.run(a.model, questions.QuestionLoad(a.temperatures, a.depth, a.max_tokens, a.draft_model))
 
 
 def _window(a: Arguments) -> Reports:
