@@ -96,14 +96,8 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
     head that does not.
     """
     raw = read_json(folder.path / "config.json")
-    try:
-        if kind := kind_of(raw, folder.tensors):
-            tensors = head_tensors(folder, kind)
-            head = kind.read(raw, cfg, tensors, captures)
-            check_ids(tensors, cfg.vocab_size)
-            return Draft(folder.path, head.name, tensors, head.sizes or cfg, head=head)
-    except ConfigError as e:
-        raise ConfigError(f"{folder.path}: {e}") from e
+    if found := _open_head(folder, raw, cfg, captures):
+        return found
     if captures is not None:
         raise ConfigError(
             f"draft_captures = {captures!r}, but {folder.path} has NextN layers, which read no taps"
@@ -114,15 +108,8 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
         raise ConfigError(
             f"{folder.path} has no head of a known kind (drafter names others), and as NextN layers: {e}"
         ) from e
-    pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
-    differing = [
-        f"{name} is {mine!r}, the model's is {trunks!r}"
-        for name, mine, trunks in pairs
-        if name not in FREE and mine != trunks
-    ]
-    if differing:
-        raise CheckpointError(f"{folder.path} does not fit the model: {'; '.join(differing)}")
-    first, layers = cfg.num_hidden_layers, nextn_layers(folder.tensors)
+    _check_fit(own, cfg, folder.path)
+    first = cfg.num_hidden_layers
     if family_of(cfg).keeps_names:
         draft = replace(in_place(folder, cfg), config=own)
         if not draft.tensors:
@@ -131,8 +118,37 @@ def open_draft(folder: Folder, cfg: ModelConfig, captures: Captures | None = Non
                 "stages, mtp.0.main_proj.weight"
             )
         return draft.described(raw, cfg)
-    if layers[:1] == [first]:
+    if nextn_layers(folder.tensors)[:1] == [first]:
         return replace(in_place(folder, cfg), config=own)
+    return _exported(folder, own, first)
+
+
+def _open_head(folder: Folder, raw: JsonObject, cfg: ModelConfig, captures: Captures | None) -> Draft | None:
+    try:
+        if not (kind := kind_of(raw, folder.tensors)):
+            return None
+        tensors = head_tensors(folder, kind)
+        head = kind.read(raw, cfg, tensors, captures)
+        check_ids(tensors, cfg.vocab_size)
+    except ConfigError as e:
+        raise ConfigError(f"{folder.path}: {e}") from e
+    return Draft(folder.path, head.name, tensors, head.sizes or cfg, head=head)
+
+
+def _check_fit(own: ModelConfig, cfg: ModelConfig, path: Path) -> None:
+    pairs = ((f.name, _of_layer(own, f.name), _of_layer(cfg, f.name)) for f in fields(cfg))
+    differing = [
+        f"{name} is {mine!r}, the model's is {trunks!r}"
+        for name, mine, trunks in pairs
+        if name not in FREE and mine != trunks
+    ]
+    if differing:
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(differing)}")
+
+
+def _exported(folder: Folder, own: ModelConfig, first: int) -> Draft:
+    """NextN layers under the names of an export. first: number of the trunk's layers."""
+    layers = nextn_layers(folder.tensors)
     if layers == [-1]:
         layout, rename = XLLM, _from_xllm
     elif layers and layers == list(range(len(layers))):

@@ -1,6 +1,7 @@
 """The plan of a load: each expected tensor found, each found tensor accounted for. Reads headers only."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -145,14 +146,8 @@ def match(cfg: ModelConfig, folder: Folder, draft: Draft, architecture: str = ""
     check = _Accounting(cfg, found, dict.fromkeys(draft.tensors, draft.config))
     if max(cfg.num_hidden_layers, cfg.n_routed_experts) > len(found):  # each has a tensor at least
         check.refuse(folder.path, draft.folder, [])
-    for spec in leaves(param_specs(cfg)):
-        for name in spec_names(spec).flat:
-            check.expect(name, spec.tensor_shape, IDS if spec.ids else PLAIN)
-    for name in duplicates:
-        check.expect(name, (cfg.vocab_size, cfg.hidden_size))
-    rest = {n: t for n, t in found.items() if n not in check.used and n not in unread} | draft.unknown
-    unexpected = [t for n, t in rest.items() if not _IGNORABLE.fullmatch(n)]
-    check.finish(folder.path, draft.folder, unexpected)
+    check.expect_all(duplicates)
+    check.finish(folder.path, draft.folder, check.left_over(unread, draft.unknown))
     files = sorted({t.file.path for t in found.values()})
     layout = draft.layout if wanted or draft.head else None
     tensors = {n: found[n] for n in check.used}
@@ -198,6 +193,19 @@ class _Accounting:
         self.used: dict[str, None] = {}
         self.missing: dict[str, None] = {}
         self.wrong: list[str] = []
+
+    def expect_all(self, duplicates: Collection[str]) -> None:
+        """Check every weight of the model, and possible copies of its tables."""
+        for spec in leaves(param_specs(self.cfg)):
+            for name in spec_names(spec).flat:
+                self.expect(name, spec.tensor_shape, IDS if spec.ids else PLAIN)
+        for name in duplicates:
+            self.expect(name, (self.cfg.vocab_size, self.cfg.hidden_size))
+
+    def left_over(self, unread: Collection[str], unknown: dict[str, Tensor]) -> list[Tensor]:
+        """Tensors that no weight is made of. unread: names that need not be. unknown: further tensors."""
+        rest = {n: t for n, t in self.found.items() if n not in self.used and n not in unread} | unknown
+        return [t for n, t in rest.items() if not _IGNORABLE.fullmatch(n)]
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = PLAIN) -> None:
         """Check a required weight: its shape, and the way in which it is stored."""
