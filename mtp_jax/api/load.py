@@ -141,9 +141,10 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     if engine.memory_fraction is not None:
         with report.phase("size cache"):
             engine, room = sized(decoding, params, engine, tokenizer is not None)
-    # Ranks must compile together, and a kept program does not say which device it was for.
+    # Ranks must compile together. A program is loaded without XLA's options, which has been seen to be right
+    # on a CPU alone, and for the first device.
     alone = options.group is None and jax.config.values["jax_default_device"] is None
-    kept = folder if alone else None
+    kept = folder if alone and jax.default_backend() == "cpu" else None
     return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, room=room)
 
 

@@ -32,7 +32,6 @@ from mtp_jax.model import hyper
 from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
 from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.gqa import Gqa, HopperGqa
-from mtp_jax.model.attention.hopper import HopperLatent
 from mtp_jax.model.attention.kind import Asked, Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
@@ -53,7 +52,6 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import is_hopper, multiplies_bf16, platform
 from mtp_jax.model.experts.cpu import CpuExperts
 from mtp_jax.model.experts.exchange import Exchange, exchange_of
-from mtp_jax.model.experts.hopper import HopperExperts
 from mtp_jax.model.experts.plain import Experts
 from mtp_jax.model.gqa_config import GqaConfig
 from mtp_jax.model.indexer import Choice
@@ -69,7 +67,6 @@ from mtp_jax.model.params import (
 )
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
-from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
 from mtp_jax.model.products.stream import Parts, ProductResult, summed
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
@@ -346,6 +343,11 @@ def mosaic_gpu(
     strict: bool = False,
 ) -> Backend:
     """Kernels on a Hopper GPU (docs/kernels.md); see ``HopperProducts`` for ``kernels`` and ``strict``."""
+    # Pallas takes a third of the time that importing this package takes, and a CPU has no use for it.
+    from mtp_jax.model.attention.hopper import HopperLatent
+    from mtp_jax.model.experts.hopper import HopperExperts
+    from mtp_jax.model.products.hopper import HopperProducts
+
     on = HopperProducts(mesh, kernels, strict)
     own = HopperExperts(on, experts, exchange)
     parts = kinds(HopperLatent(on, form), HopperGqa(on), HopperCompressed(on))

@@ -8,7 +8,7 @@ tokens, and to entries (``compressor``): at ratio 4 to the entries that an index
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +43,12 @@ from mtp_jax.model.indexer import NOTHING, IndexQueries
 from mtp_jax.model.layers import rms_norm, rotate_last, unrotate_last
 from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import CompressedAttention, Compressor
-from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Rows
 from mtp_jax.model.recent import Recent, ring
 from mtp_jax.model.sharding import partition
+
+if TYPE_CHECKING:  # it imports the kernels, which a CPU has no use for
+    from mtp_jax.model.products.hopper import HopperProducts
 
 
 @struct.dataclass
@@ -282,7 +284,7 @@ class Compressed(Kind):
 class HopperCompressed(Compressed):
     """Window and compressed attention in plain XLA. Raises ConfigError where kernels are required."""
 
-    on: HopperProducts
+    on: "HopperProducts"
 
     def project(
         self,

@@ -5,6 +5,7 @@ they are cached. On a mesh every device holds whole rows, and attends with its o
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from mtp_jax.model.cache import Cache, Entries, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import masked_softmax, rms_norm, rotate_first
 from mtp_jax.model.params import GqaAttention
-from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Rows
+
+if TYPE_CHECKING:  # it imports the kernels, which a CPU has no use for
+    from mtp_jax.model.products.hopper import HopperProducts
 
 
 @struct.dataclass
@@ -88,7 +91,7 @@ class Gqa(OverRows):
 class HopperGqa(Gqa):
     """Grouped-query attention in plain XLA. Raises ConfigError where kernels are required."""
 
-    on: HopperProducts
+    on: "HopperProducts"
 
     def project(
         self,
