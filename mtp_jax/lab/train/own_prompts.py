@@ -19,6 +19,8 @@ _TEMPERATURES = (0.7, 0.85, 1.0)
 _ANSWERS = (0.0, 0.7, 1.0)
 _WAVES = 4  # of requests in a round, which is written as a whole
 _FEWEST = 0.05  # share of a round that must be new prompts
+# Texts do not depend on the head that is there, and many slots at a time leave drafts little to gain.
+_DRAFTS = 0
 _MARK = "\ue000user\ue000"  # characters for private use, which no template has
 
 
@@ -51,11 +53,12 @@ def write_own_prompts(
                 )
             number += 1
             update(min(len(found), count), count)
-    lines = []
+    lines = list[JsonObject]()
     for i, text in enumerate([*found][:count]):
-        own = {} if "temperature" in sampling else {"temperature": _ANSWERS[i % len(_ANSWERS)]}
-        lines.append(json.dumps({"messages": [{"role": "user", "content": text}], **own}) + "\n")
-    _replace(path, "".join(lines))
+        own: JsonObject = {} if "temperature" in sampling else {"temperature": _ANSWERS[i % len(_ANSWERS)]}
+        own["num_speculative_tokens"] = _DRAFTS
+        lines.append({"messages": [{"role": "user", "content": text}], **own})
+    _replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _beginning(llm: LLM) -> tuple[int, ...]:
@@ -76,6 +79,7 @@ def _round(llm: LLM, start: tuple[int, ...], size: int, seed: int, number: int) 
             temperature=_TEMPERATURES[i % len(_TEMPERATURES)],
             max_tokens=LONGEST,
             seed=(seed + 1) * 1_000_003 + number * size + i,
+            num_speculative_tokens=_DRAFTS,
         )
         for i in range(size)
     ]
