@@ -109,6 +109,7 @@ WITHOUT_JAX = (
     "text.compile_grammar",
     "text.grammar",
     "text.json_schema",
+    "text.plain_text",
     "text.render",
     "text.rules",
     "text.stop_strings",

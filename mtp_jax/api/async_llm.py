@@ -104,6 +104,8 @@ class AsyncLLM:
         with (reporter or Silent()).phase("compile", "executables") as update:
             # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
             await self.off_loop(lambda: self.warm_up.first(update))
+        if grammars := self.llm.engine.grammars:
+            await self.off_loop(grammars.prepare)
         self._thread.start()
         for begin in self.hooks.at_start:
             await begin()

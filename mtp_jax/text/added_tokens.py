@@ -31,6 +31,8 @@ def with_added(backend: tokenizers.Tokenizer, config: JsonMapping, ids: JsonMapp
         known["id"] = token if known["id"] is None else known["id"]
         if token is not None and known["id"] != token:
             raise _disagree(content, f"the ids {known['id']} and {token}")
+    if not wanted:
+        return backend
     own = {entry.content for entry in backend.get_added_tokens_decoder().values()}
     given = (entry["id"] for entry in wanted.values() if entry["id"] is not None)
     free = itertools.count(max([*backend.get_vocab().values(), *given], default=-1) + 1)

@@ -15,11 +15,11 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import tokenizers
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import (
     fill_next_token_bitmask,
@@ -27,13 +27,14 @@ from llguidance.numpy import (
     fill_next_token_bitmask_par_with_draft_tokens,
 )
 
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
-from mtp_jax.text.compile_grammar import CompiledGrammar, Vocabulary, without_tags
+from mtp_jax.text.compile_grammar import CompiledGrammar
 from mtp_jax.text.json_schema import check_schema, in_full
+from mtp_jax.text.plain_text import token_table
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
-from mtp_jax.text.trial import MEMORY, Trials
+from mtp_jax.text.trial import MEMORY, SECONDS, TURN_SECONDS, Trials
 
 MAX_GRAMMAR_LENGTH = 2**16
 """Characters of a schema, an expression or all choices together."""
@@ -236,14 +237,16 @@ class Grammars:
         thoughts: the borders of the model's thoughts.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """vocab_size: the model's; ids without a token are never allowed. eos_ids: one id or more."""
         self.words = -(-vocab_size // WORD)
-        self._eos, self.backend, self.thoughts = eos_ids[0], tokenizer, Thoughts.of(tokenizer)
-        self._vocabulary = Vocabulary(without_tags(tokenizer.to_str()), vocab_size, list(eos_ids))
-        self._executor, self._trials = LLExecutor(), Trials(self._vocabulary)
+        self._eos, self.backend, self.thoughts = eos_ids[0], tokenizer.backend, tokenizer.thoughts
+        self._table = token_table(tokenizer, vocab_size, eos_ids)
+        self._executor, self._trials = LLExecutor(), Trials(self._table)
+        self._preparing = threading.Lock()
         # Every request starts from a copy of the compiled grammar; the most recently used is at the end.
         self._cached: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._compiling: dict[str, Future[CompiledGrammar]] = {}  # grammars that threads wait for
         self._caching = threading.Lock()
 
     @classmethod
@@ -251,7 +254,7 @@ class Grammars:
         """The grammars of a tokenizer; None if it has more tokens than the model, or no eos_ids."""
         eos = [t for t in eos_ids if t < tokenizer.vocab_size]
         fits = eos and tokenizer.vocab_size <= vocab_size
-        return cls(tokenizer.backend, vocab_size, eos) if fits else None
+        return cls(tokenizer, vocab_size, eos) if fits else None
 
     def matcher(
         self, wanted: StructuredOutput, stop_ids: Iterable[int], prompt: Sequence[int] = ()
@@ -281,12 +284,38 @@ class Grammars:
         """Tokens of a piece of text."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def prepare(self) -> None:
+        """Make the table that all grammars need, unless it is made: no other thread runs meanwhile."""
+        with self._preparing:
+            _ = self._table.compiled
+
     def _compiled(self, grammar: str) -> CompiledGrammar:
+        """The grammar, compiled once for all who ask for it, with the errors of ``matcher``."""
         with self._caching:
             if found := self._cached.get(grammar):
                 self._cached.move_to_end(grammar)
                 return found
-        made = CompiledGrammar.of(self._vocabulary, grammar, self._trials.run(grammar))
+            first, future = grammar not in self._compiling, self._compiling.setdefault(grammar, Future())
+        if not first:
+            self.prepare()  # or wait until it is
+            try:
+                return future.result(TURN_SECONDS)  # as long as a trial waits for its turn
+            except TimeoutError:
+                raise Overloaded("the same structured output is being compiled; try again", SECONDS) from None
+        try:
+            future.set_result(made := self._compile(grammar))
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        finally:
+            with self._caching:
+                del self._compiling[grammar]
+        return made
+
+    def _compile(self, grammar: str) -> CompiledGrammar:
+        self._trials.start()  # and have its own table made meanwhile
+        self.prepare()
+        made = CompiledGrammar.of(self._table, grammar, self._trials.run(grammar))
         if made.matcher.is_error():
             reason = " ".join(made.matcher.get_error().replace("<non-verbose/>", "").split())
             if reason.startswith("NoExtension"):
@@ -343,7 +372,7 @@ class Grammars:
         return masks
 
     def _anew(self, matcher: Matcher) -> LLMatcher:
-        inner = self._vocabulary.build(matcher.compiled.grammar)
+        inner = self._table.build(matcher.compiled.grammar)
         if matcher.taken:
             inner.consume_tokens(matcher.taken)
         return inner

@@ -159,6 +159,11 @@ class Tokenizer:
             return b""
         return self._bytes[token]
 
+    @property
+    def texts(self) -> Sequence[bytes]:
+        """The bytes of every id [vocab_size]; special tokens have theirs, too."""
+        return self._bytes
+
     def added_id(self, text: str) -> int | None:
         """The id of a text that was added to the vocabulary as one token; None if it was not."""
         return self._added.get(text)
@@ -305,14 +310,14 @@ def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
     A token that is not written in the characters of byte-level BPE, and every added token, is plain text.
     """
-    vocab = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
+    vocab = backend.get_vocab(with_added_tokens=False)
     table = [b""] * (max([*vocab.values(), *added, -1]) + 1)
-    for content, token in vocab.items():
-        found = byte_level.read(content)
-        table[token] = content.encode() if found is None else found
     for token, entry in added.items():
         table[token] = entry.content.encode()
+        vocab.pop(entry.content, None)
+    for token, text in zip(vocab.values(), byte_level.read_all(list(vocab)), strict=True):
+        table[token] = text
     return table
 
 

@@ -1,8 +1,10 @@
 """Structured output through the Python API; random schemas on the embedded model."""
 
+import asyncio
 import json
 import random
 import re
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from mtp_jax import LLM, RequestError, SamplingParams, StructuredOutput, Thoughts
 from tests import tiny_tokenizer
+from tests.api.helpers import last, serving, until
 from tests.models import RATES
 
 SIZES = {"max_num_seqs": 2, "max_model_len": 240, "page_size": 16, "prefill_chunk": 16, "simulate": RATES}
@@ -50,6 +53,26 @@ def test_after_a_free_thought_and_the_same_without_speculation(llm, monkeypatch)
     jsonschema.validate(json.loads(output.outputs[0].text.removeprefix(thought)), SCHEMA)
     assert output.outputs[0].finish_reason == "stop"
     assert output.speculation.accepted > 10
+
+
+def test_a_grammar_that_is_being_compiled_holds_up_nobody(llm, monkeypatch):
+    """The event loop goes on, and its tables are made before there is a request."""
+    served, grammars = threading.Event(), llm.engine.grammars
+    monkeypatch.setattr(grammars._trials, "run", lambda _: served.wait(60) and 0)
+    new = replace(GREEDY, structured=StructuredOutput(choice=["a grammar of this test"]))
+
+    async def run() -> str:
+        async with serving(llm) as allm:
+            assert "compiled" in vars(grammars._table)
+            shaped = asyncio.create_task(allm.submit("def", new))
+            await until(lambda: bool(grammars._compiling))
+            await last(allm.generate("def", SamplingParams(temperature=0, max_tokens=3)))
+            assert not shaped.done()
+            served.set()
+            return (await last(await shaped)).outputs[0].text
+
+    vars(grammars._table).pop("compiled", None)
+    assert asyncio.run(run()) == "a grammar of this test"
 
 
 def test_several_completions_of_one_prompt(llm):

@@ -306,7 +306,7 @@ def test_a_grammar_leaves_the_tokens_of_no_drafts(tmp_path: Path, variant: str):
     found, size = loaded(variant), loaded(variant).config.vocab_size
     tokenizer = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path, size))
     assert tokenizer is not None
-    grammars = Grammars(tokenizer.backend, size, found.config.eos_token_ids)
+    grammars = Grammars(tokenizer, size, found.config.eos_token_ids)
     engine = make_engine(found.params, found.config, grammars=grammars, num_speculative_tokens=3)
     shaped = replace(GREEDY, ignore_eos=False, structured=StructuredOutput(regex="[!-Z]{16,20}"))
     jobs = [

@@ -32,7 +32,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens([Thoughts.OPEN, Thoughts.CLOSE])
     assert backend.token_to_id(Thoughts.CLOSE) == CLOSES
-    return Grammars(backend, CFG.vocab_size, CFG.eos_token_ids)
+    return Grammars(Tokenizer(backend, {}, {}), CFG.vocab_size, CFG.eos_token_ids)
 
 
 def run(grammars: Grammars, options: SamplingParams, ids: Any = PROMPTS) -> list[Request]:
@@ -210,6 +210,6 @@ def test_what_the_model_cannot_do_is_refused(grammars, tmp_path):
         engine.make_request([5], SamplingParams(allowed_token_ids=[3, 112]))
     plain = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path, 104))
     assert plain is not None
-    without = make_engine(params(), CFG, grammars=Grammars(plain.backend, CFG.vocab_size, CFG.eos_token_ids))
+    without = make_engine(params(), CFG, grammars=Grammars(plain, CFG.vocab_size, CFG.eos_token_ids))
     with pytest.raises(RequestError, match="</think> is no token of this model"):
         without.make_request([5], SamplingParams(max_thinking_tokens=3))

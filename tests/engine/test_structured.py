@@ -54,7 +54,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(tokenizer.backend, CFG.vocab_size, CFG.eos_token_ids)
+    return Grammars(tokenizer, CFG.vocab_size, CFG.eos_token_ids)
 
 
 def text(tokenizer: Tokenizer, request: Request) -> str:

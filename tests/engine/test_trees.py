@@ -33,7 +33,7 @@ REGEX = StructuredOutput(regex="[a-m ]{6,16}[x-z]")
 def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
     found = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path_factory.mktemp("tokenizer"), 104))
     assert found is not None
-    return Grammars(found.backend, CFG.vocab_size, CFG.eos_token_ids)
+    return Grammars(found, CFG.vocab_size, CFG.eos_token_ids)
 
 
 def test_masks_follow_the_way_to_their_node(grammars):

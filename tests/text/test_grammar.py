@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(tokenizer.backend, VOCAB, [EOS, OTHER_EOS])
+    return Grammars(tokenizer, VOCAB, [EOS, OTHER_EOS])
 
 
 def unpack(masks: np.ndarray) -> list[set[int]]:
@@ -147,7 +147,7 @@ def test_a_thought_is_free_and_the_grammar_begins_behind_it(wanted, answer, tags
     if tags != "text":
         added = [AddedToken(t, special=tags == "special tokens") for t in ("<think>", "</think>")]
         backend.add_tokens(added)
-    grammars = Grammars(backend, VOCAB, [EOS])
+    grammars = Grammars(Tokenizer(backend, {}, {}), VOCAB, [EOS])
 
     def ids(text: str) -> list[int]:
         return backend.encode(text, add_special_tokens=False).ids
@@ -201,7 +201,7 @@ EXPLODING = "xxxabcabacbacbacbacabcbcb"
 
 @pytest.fixture
 def of_demo() -> Grammars:
-    return Grammars(demo().backend, demo().vocab_size, [EOS])
+    return Grammars(demo(), demo().vocab_size, [EOS])
 
 
 def test_an_output_that_exceeds_the_bounds_ends_no_other(of_demo):
@@ -256,7 +256,7 @@ def test_masks_of_an_output_alone_are_the_same(grammars, tokenizer):
 
 
 def test_known_grammars_are_bounded_and_the_last_used_stay(tokenizer, monkeypatch):
-    grammars, built = Grammars(tokenizer.backend, VOCAB, [EOS]), []
+    grammars, built = Grammars(tokenizer, VOCAB, [EOS]), []
     monkeypatch.setattr("mtp_jax.text.grammar._CACHED_GRAMMARS", 2)
     monkeypatch.setattr(grammars._trials, "run", lambda grammar: built.append(grammar) or 0)
     for choice in ("a", "b", "a", "c", "a", "b"):

@@ -22,7 +22,7 @@ BESIDE_ONE: dict[str, Any] = {"exclusiveMinimum": 0, "maximum": 0.5}
 def demo() -> tuple[Grammars, Tokenizer]:
     tokenizer = Tokenizer.from_dir(demo_model())
     assert tokenizer is not None
-    return Grammars(tokenizer.backend, tokenizer.vocab_size, [EOS]), tokenizer
+    return Grammars(tokenizer, tokenizer.vocab_size, [EOS]), tokenizer
 
 
 def produced(demo: tuple[Grammars, Tokenizer], schema: dict[str, Any], text: str) -> bool:

@@ -114,7 +114,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
     folder = tiny_tokenizer.write(tmp_path_factory.mktemp("tokenizer"), 150)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_tokens([AddedToken("</think>", special=False), AddedToken("<think>", special=False)])
-    return Grammars(backend, 160, [1])
+    return Grammars(Tokenizer(backend, {}, {}), 160, [1])
 
 
 @pytest.mark.parametrize("letters", [True, False])

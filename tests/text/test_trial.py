@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.text import trial
-from mtp_jax.text.grammar import Grammars, StructuredOutput
+from mtp_jax.text.grammar import Grammars, Matcher, StructuredOutput
 from tests.text.helpers import demo
 
 MEMORY_FOR_EVER: dict[str, Any] = {
@@ -28,7 +29,7 @@ EOS = 1
 
 @pytest.fixture
 def grammars() -> Grammars:
-    return Grammars(demo().backend, demo().vocab_size, [EOS])
+    return Grammars(demo(), demo().vocab_size, [EOS])
 
 
 def resident() -> int:
@@ -99,13 +100,39 @@ def test_the_helper_ends_with_who_started_it(grammars):
 
 
 def test_as_many_trials_run_as_there_is_room_for(grammars, monkeypatch):
-    monkeypatch.setattr(trial, "_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(trial, "TURN_SECONDS", 0.01)
     for _ in range(trial._AT_A_TIME):
         assert grammars._trials._places.acquire(timeout=1)
     with pytest.raises(Overloaded, match="still being compiled"):
         grammars.matcher(SMALL, [EOS])
     grammars._trials._places.release()
     grammars.matcher(SMALL, [EOS])
+
+
+def test_a_grammar_that_several_ask_for_is_compiled_once(grammars, monkeypatch):
+    """Who asks while it is tried waits for it, as long as for a turn; a refusal is not kept."""
+    tried = []
+
+    def run(grammar: str) -> int:
+        tried.append(grammar)
+        if len(tried) == 1:
+            with pytest.raises(Overloaded, match="the same structured output is being compiled"):
+                grammars.matcher(SMALL, [EOS])
+            raise RequestError("too large")
+        waiting.append(pool.submit(grammars.matcher, SMALL, [EOS]))
+        return 0
+
+    monkeypatch.setattr("mtp_jax.text.grammar.TURN_SECONDS", 0.01)
+    monkeypatch.setattr(grammars._trials, "run", run)
+    waiting: list[Future[Matcher]] = []
+    with pytest.raises(RequestError, match="too large"):
+        grammars.matcher(SMALL, [EOS])
+    monkeypatch.setattr("mtp_jax.text.grammar.TURN_SECONDS", 60)
+    with ThreadPoolExecutor(1) as pool:
+        found = grammars.matcher(SMALL, [EOS])
+        assert waiting[0].result(60).compiled is found.compiled
+    assert len(tried) == 2
+    assert not grammars._compiling
 
 
 def test_grammars_kept_are_bounded_in_bytes(grammars, monkeypatch):

@@ -10,8 +10,9 @@ from tokenizers import AddedToken
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.text import render, tokenizer
-from mtp_jax.text.compile_grammar import without_tags
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, embedded
+from mtp_jax.text.plain_text import token_table
+from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.tools.formats import DSML, FORMATS, Format
 from mtp_jax.text.tools.rules import Vocabulary
 
@@ -108,7 +109,7 @@ def backend(name: str, as_tokens: str) -> tokenizers.Tokenizer:
 def compiled(name: str, as_tokens: str) -> LLTokenizer:
     """The same in llguidance's form."""
     found = backend(name, as_tokens)
-    return LLTokenizer(without_tags(found.to_str()), n_vocab=found.get_vocab_size(), eos_token=[EOS])
+    return token_table(Tokenizer(found, {}, {}), found.get_vocab_size(), [EOS]).compiled
 
 
 def vocabulary(found: tokenizers.Tokenizer) -> Vocabulary:

@@ -19,7 +19,7 @@ JSON = StructuredOutput(json_object=True)
 @functools.cache
 def of_demo() -> Grammars:
     """Grammars of the demo model: their helper process is started once."""
-    return Grammars(demo().backend, demo().vocab_size, [EOS])
+    return Grammars(demo(), demo().vocab_size, [EOS])
 
 
 def test_choices():
