@@ -70,7 +70,7 @@ class Loader:
     def read(self, plan: LoadPlan, own: frozenset[str]) -> Loaded:
         """Read a plan. own: duplicates that differ from the trunk's tensors, and are kept.
 
-        Raises CheckpointError for damaged tensors, and ConfigError for blocks that the mesh would split.
+        Raises CheckpointError for damaged or contradicting tensors, ConfigError for blocks split by a mesh.
         """
         plan = plan.keeping(own)
         count = _Counter(plan.tensors, self.progress)
