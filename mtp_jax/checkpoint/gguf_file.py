@@ -53,7 +53,7 @@ def open_gguf(path: Path) -> GgufFile:
             f"{path} is GGUF, which needs the extra gguf; install it with: pip install {error.name}"
         ) from error
 
-    class Careful(gguf.GGUFReader):
+    class BoundedReader(gguf.GGUFReader):
         """A reader that stays within the file, which the library's own does not."""
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
@@ -69,7 +69,7 @@ def open_gguf(path: Path) -> GgufFile:
             return super()._get_field_parts(orig_offs, raw_type)
 
     with _damages(path), np.errstate(all="raise"):
-        read = Careful(path)
+        read = BoundedReader(path)
         if read.endianess != gguf.GGUFEndian.LITTLE:
             raise ValueError("its numbers are big-endian; expected little-endian")
         facts = {name: field.contents() for name, field in read.fields.items()}
