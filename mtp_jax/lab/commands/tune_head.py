@@ -29,9 +29,9 @@ _OF_SERVERS += ("micro_batches", "redundant_experts", "expert_rebalance")
 _OF_HEADS = ("draft_vocab",)  # of the head that learns, not of the engine that answers
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 _DESCRIPTION = """\
-Tune the model's NextN layers, or the head of --draft-model, on the model's own answers. Lines of FILE:
-{"messages": [...]}, {"prompt": "..."} or {"text": "..."}, or lines as `batch` reads them. The result is
-DIR/head, for --draft-model. Run it again to go on with an interrupted run."""
+Tune the model's NextN layers, the head of --draft-model, or a --fresh head, on the model's own answers.
+Lines of FILE: {"messages": [...]}, {"prompt": "..."} or {"text": "..."}, or lines as `batch` reads them. The
+result is DIR/head, for --draft-model. Run it again to go on with an interrupted run."""
 
 
 def register(subparsers: Subparsers) -> None:
