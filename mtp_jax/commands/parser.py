@@ -266,3 +266,8 @@ def acceptance(text: str) -> float | str | tuple[float, ...]:
     except ValueError:
         return text
     return found if "," in text else found[0]
+
+
+def draft_vocab(text: str) -> int | Path:
+    """A number of tokens, or a file with a list of tokens."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else Path(text)
