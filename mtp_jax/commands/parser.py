@@ -270,4 +270,7 @@ def acceptance(text: str) -> float | str | tuple[float, ...]:
 
 def draft_vocab(text: str) -> int | Path:
     """A number of tokens, or a file with a list of tokens."""
-    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else Path(text)
+    try:
+        return integer(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        return Path(text)

@@ -40,7 +40,7 @@ def places_of(ids: Int[Array, " n"], vocab: int) -> Int[Array, " V"]:
 def at_ids(logits: Float[Array, "*b n"], places: Int[Array, " V"]) -> Float[Array, "*b V"]:
     """Logits of rows, each at its token's id; -inf for tokens without a row, whose place is past the rows.
 
-    A gather: XLA would scatter row by row.
+    A gather, whose result lies over devices as the places do.
     """
     return jnp.take(logits, places, axis=-1, mode="fill", fill_value=-jnp.inf)
 

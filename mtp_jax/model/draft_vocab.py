@@ -18,13 +18,17 @@ def listed(asked: AskedVocab, folders: Sequence[str | Path], vocab: int) -> tupl
     folders: of the model, and of the drafter if it has its own, whose list goes first. vocab: number of the
     model's tokens. Raises ConfigError for a list that is damaged, or has fewer tokens than asked for.
     """
-    if asked == 0:
-        return None
     if isinstance(asked, str | Path):
         return read(asked, vocab)
-    if asked is not None and not isinstance(asked, int):
+    if isinstance(asked, Sequence):
         check_ids("draft_vocab", asked, vocab)
         return tuple(asked)
+    if asked is not None and type(asked) is not int:
+        raise ConfigError(
+            f"draft_vocab = {asked!r:.80}; expected a number of tokens, a file that lists them, or token ids"
+        )
+    if asked == 0:
+        return None
     files = (Path(folder) / FILE for folder in reversed(folders))
     found = next((file for file in files if file.is_file()), None)
     if found is None:

@@ -32,7 +32,12 @@ def test_a_number_takes_the_beginning_of_the_list(folders, tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "error"),
-    [(4, "draft_vocab = 4; expected 0 to 3"), (-1, "expected 0 to 3"), ((1, 1), "token 1 twice")],
+    [
+        (4, "draft_vocab = 4; expected 0 to 3"),
+        (-1, "expected 0 to 3"),
+        ((1, 1), "token 1 twice"),
+        (0.5, "draft_vocab = 0.5; expected a number of tokens, a file"),
+    ],
 )
 def test_more_than_the_list_has_is_refused(folders, asked, error):
     with pytest.raises(ConfigError, match=error):

@@ -156,6 +156,8 @@ def _register_gpu(sub: Parser) -> None:
     spent = "print the kernels of each level, and the launches of a layer in order"
     sub.add_argument("--trace", action="store_true", help=spent)
     _add_acceptance(sub)
+    among = "tokens that drafts choose among (default: the whole vocabulary)"
+    sub.add_argument("--draft-vocab", type=positive, metavar="N", help=among)
     dry = "without a GPU: count bytes, and lower every program for CUDA; nothing runs"
     sub.add_argument("--dry-run", action="store_true", help=dry)
     _add_compile_cache(sub)
@@ -305,7 +307,7 @@ def _gpu(a: Arguments) -> Reports:
         raise ConfigError(f"name a directory with config.json, or one of {', '.join(shapes.NAMED)}")
     name, cfg = shapes.find(a.model, a.layers, not any(a.depths))
     acceptance = gpu.ACCEPTANCE if a.synthetic_acceptance is None else a.synthetic_acceptance
-    load = gpu.StepLoad(a.depths, a.slots, a.rows, acceptance, a.steps, a.sampled)
+    load = gpu.StepLoad(a.depths, a.slots, a.rows, acceptance, a.steps, a.sampled, a.draft_vocab)
     if a.dry_run:
         yield from gpu.dry_run(name, cfg, load)
         return

@@ -7,7 +7,8 @@ import pytest
 
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.drafter.recursive import Recursive
-from mtp_jax.decode.state import DrafterState
+from mtp_jax.decode.drafter.rules import DraftRules
+from mtp_jax.decode.state import DrafterState, Slots
 from mtp_jax.heads.build import build
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.params import Params
@@ -20,7 +21,7 @@ IDS = (3, 0, 2)
 @pytest.mark.parametrize(
     ("verifier", "grammar"),
     [
-        ("block", False),
+        pytest.param("block", False, marks=pytest.mark.rest),
         pytest.param("rejection", False, marks=pytest.mark.rest),
         pytest.param("coupled", False, marks=pytest.mark.slow),
         pytest.param("block", True, marks=pytest.mark.slow),
@@ -33,10 +34,12 @@ def test_lossless(verifier: str, grammar: bool):
 class WholeLaw(Recursive):
     """Draws from the part, and says that it drew from the whole vocabulary."""
 
-    def propose(self, params: Params, *given: Any) -> tuple[Drafts, DrafterState]:
-        drafts, own = super().propose(params, *given)
-        whole, _ = super().propose(replace(params, draft_rows=None), *given)
-        return drafts.replace(probs=whole.probs), own
+    def propose(
+        self, params: Params, own: DrafterState, s: Slots, rules: DraftRules, on: Any
+    ) -> tuple[Drafts, DrafterState]:
+        drafts, after = super().propose(params, own, s, rules, on)
+        whole, _ = super().propose(replace(params, draft_rows=None), own, s, rules, on)
+        return drafts.replace(probs=whole.probs), after
 
 
 @pytest.mark.rest
