@@ -37,6 +37,7 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ): ("--synthetic-acceptance",),
     ("speculative-config",): ("--num-speculative-tokens K, and --draft-model DIR for a head", "--depth K"),
     ("speculative-model", "speculative-draft-model-path", "model-draft", "md"): ("--draft-model DIR",),
+    ("speculative-token-map",): ("--draft-vocab N|FILE",),
     ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-mem-fraction"): (
         "--memory-fraction",
         "--num-pages",

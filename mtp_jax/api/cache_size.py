@@ -22,6 +22,7 @@ from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.machine import memory_size
 from mtp_jax.model.device import platform
+from mtp_jax.model.narrow import is_narrow, without_bits
 from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
 
@@ -93,8 +94,9 @@ def allocatable(mesh: Mesh | None = None) -> tuple[int, int] | None:
 
 
 def state_bytes(runner: LocalRunner) -> int:
-    """Bytes that the state takes on each device."""
-    leaves = jax.tree.leaves(runner.state)
+    """Bytes on each device that a runner takes beside the parameters: its state, and rows for drafts."""
+    rows = jax.tree.map(without_bits, runner.params.draft_rows, is_leaf=is_narrow)
+    leaves = jax.tree.leaves((runner.state, rows))
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in leaves)
 
 

@@ -26,6 +26,8 @@ from mtp_jax.hosts.hello import options_of, versions
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import multiplies_bf16, platform
+from mtp_jax.model.draft_rows import shares_table
+from mtp_jax.model.draft_vocab import listed
 from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.family import config_of_file
 from mtp_jax.model.head import DraftFolder
@@ -110,6 +112,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     on = backend_of(engine, options.mesh)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
+    if engine.num_speculative_tokens and outside is None:
+        engine = replace(engine, draft_vocab=listed(options.draft_vocab, folders, described.vocab_size))
     compare_weights = _compare(options, folders, engine, num_nextn_layers)
     with report.phase("read", "B") as update:
         loaded = checkpoint.load(
@@ -133,6 +137,8 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     with report.phase("compare"):
         compare_weights()
+    if options.draft_vocab is None and not shares_table(params):
+        engine = replace(engine, draft_vocab=None)
     config, room = _with_eos(config, tokenizer), None
     if not (config.drafts or outside or options.asks_for_drafts):
         _LOG.warning("%s has no NextN layers: no tokens are drafted; a head (draft_model) may", directory)
@@ -155,6 +161,11 @@ def _outside(options: LLMOptions, engine: EngineConfig) -> Outside | None:
         raise ConfigError(
             f"draft_model = {options.draft_model} beside drafter = {found.name}, which has no folder; leave "
             "one of them out, or make drafter a kind of head (docs/research.md)"
+        )
+    if found is not None and options.draft_vocab:
+        raise ConfigError(
+            f"draft_vocab = {options.draft_vocab!r:.80} beside drafter = {found.name}, which has its own "
+            "logits; leave one of them out"
         )
     if found is not None and engine.adaptive_verification:
         raise ConfigError(

@@ -151,6 +151,7 @@ class LLMOptions(EngineOptions):
         given["num_speculative_tokens"] = self.drafts
         if self.page_size is None:
             given["page_size"] = model.usual_page
+        given["draft_vocab"] = None  # its list is a file beside the weights (``api/load.py``)
         given["verifier"] = self.verifier or ("coupled" if self.tree else "block")
         if self.dtype == "auto":
             given["dtype"] = "float32" if on_cpu else model.dtype

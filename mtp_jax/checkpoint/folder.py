@@ -11,6 +11,7 @@ from mtp_jax.checkpoint.safetensors_file import Tensor, open_file
 from mtp_jax.errors import CheckpointError, ConfigError, shortlist, shown
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.draft_vocab import FILE as DRAFT_VOCAB
 from mtp_jax.model.family import config_of, text_part
 from mtp_jax.model.hf_config import missing_folder, read_json
 from mtp_jax.model.layer_names import layer_of, mtp_layer_of, nextn_layers
@@ -161,9 +162,9 @@ def _is_plain(file: str) -> bool:
 
 
 def copy_text_files(source: Path, target: Path) -> None:
-    """Copy the small files of a checkpoint: tokenizer, chat templates, generation settings."""
+    """Copy the small files of a checkpoint: tokenizer, chat templates, generation settings, draft tokens."""
     names = ("tokenizer_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
-    files = [source / name for name in (*TOKENIZER_FILES, *names, "generation_config.json")]
+    files = [source / name for name in (*TOKENIZER_FILES, *names, "generation_config.json", DRAFT_VOCAB)]
     for file in (*files, *source.glob("additional_chat_templates/*.jinja")):
         if file.is_file():
             to = target / file.relative_to(source)

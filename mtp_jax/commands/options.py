@@ -21,6 +21,7 @@ from mtp_jax.commands.parser import (
     acceptance,
     add_model,
     biases,
+    draft_vocab,
     integer,
     integers,
     mesh_shape,
@@ -48,6 +49,7 @@ _T = TypeVar("_T")
 _READ = {
     "mesh": mesh_shape,
     "synthetic_acceptance": acceptance,
+    "draft_vocab": draft_vocab,
     "logit_bias": biases,
     "stop_token_ids": integers,
     "allowed_token_ids": integers,

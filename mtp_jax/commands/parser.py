@@ -266,3 +266,11 @@ def acceptance(text: str) -> float | str | tuple[float, ...]:
     except ValueError:
         return text
     return found if "," in text else found[0]
+
+
+def draft_vocab(text: str) -> int | Path:
+    """A number of tokens, or a file with a list of tokens."""
+    try:
+        return integer(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        return Path(text)

@@ -1,6 +1,7 @@
 """Sizes and choices of an engine."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from mtp_jax.decode.keys import MAX_DRAFTS, Drafting, TreeShape
@@ -138,6 +139,18 @@ class EngineOptions:
         subject=SPECULATION,
         excludes=UNSIMULATED,
         needs={"num_speculative_tokens": (1, "a step without drafts verifies none")},
+    )
+    draft_vocab: int | str | Path | tuple[int, ...] | None = option(
+        None,
+        "drafts choose among the N commonest tokens, of the list draft_vocab.json in the folder of the NextN "
+        "layers or of the model, or among all tokens of another such list; 0: among the whole vocabulary; "
+        "verification has every token, so no text changes",
+        kind=object,
+        unset="the whole list, or the vocabulary where there is none",
+        metavar="N|FILE",
+        subject=SPECULATION,
+        excludes=UNSIMULATED,
+        idle=UNDRAFTED,
     )
     verifier: VerifierChoice | None = option(
         None,
@@ -288,6 +301,13 @@ class EngineConfig(EngineOptions):
     num_speculative_tokens: int = narrowed(EngineOptions, "num_speculative_tokens", DEFAULT_DRAFTS, unset="")
     max_model_len: int = narrowed(EngineOptions, "max_model_len", 2048, unset="")
     page_size: int = narrowed(EngineOptions, "page_size", DEFAULT_PAGE, unset="")
+    draft_vocab: tuple[int, ...] | None = narrowed(
+        EngineOptions,
+        "draft_vocab",
+        None,
+        help="ids of the tokens that drafts choose among, where they share the model's output table",
+        unset="all",
+    )
     verifier: VerifierChoice = narrowed(EngineOptions, "verifier", "block", unset="")
     dtype: Dtype = narrowed(
         EngineOptions, "dtype", "float32", help="of weights and cache", choices=get_args(Dtype)
@@ -303,6 +323,7 @@ class EngineConfig(EngineOptions):
             adaptive_verification=False,
             synthetic_acceptance=None,
             tree=None,
+            draft_vocab=None,
         )
 
     @property

@@ -12,6 +12,7 @@ from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError, PromptTooLong, RequestError
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.draft_vocab import check_ids
 from mtp_jax.text.grammar import Grammars
 from mtp_jax.text.rules import BadWords, Constraints, ThinkingBudget, TokenRule, bad_words
 from mtp_jax.text.thoughts import Thoughts
@@ -28,6 +29,10 @@ def check_config(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             "layer; give draft_model=, suffix_drafts=True, or num_speculative_tokens=0"
         )
     _check_drafts(cfg, config)
+    if config.draft_vocab is not None:
+        if config.num_speculative_tokens and not cfg.drafts:
+            raise ConfigError("draft_vocab, but the model has nothing that drafts by it; leave it out")
+        check_ids("draft_vocab", config.draft_vocab, cfg.vocab_size)
 
 
 def check_sizes(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:

@@ -15,6 +15,7 @@ from mtp_jax.model import draft_module
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
+from mtp_jax.model.draft_rows import draft_logits
 from mtp_jax.model.params import Layer, NextN, Params
 from mtp_jax.model.products.plain import Residual
 from mtp_jax.model.trunk import REFERENCE, Traced
@@ -67,7 +68,7 @@ class NextNLayers:
         return on.finish(x, params.nextn[k].norm, self.cfg.rms_norm_eps)
 
     def logits(self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend) -> Float[Array, "*b V"]:
-        """Logits of every token."""
+        """Draft logits, from the trunk's head unless the layer has its own."""
         return logits(params, k, z, on)
 
 
@@ -97,5 +98,4 @@ def drafts_forced(
 
 def logits(params: Params, k: int, z: Float[Array, "*b D"], on: Backend = REFERENCE) -> Float[Array, "*b V"]:
     """Draft logits of layer ``k``, float32, from z after its norm."""
-    p: NextN = params.nextn[k]
-    return on.products.head(z, params.table if p.head is None else p.head)
+    return draft_logits(params, params.nextn[k].head, z, on)

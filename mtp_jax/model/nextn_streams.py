@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from mtp_jax.model import hyper
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.draft_module import Pass
+from mtp_jax.model.draft_rows import draft_logits
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.params import NextN, Params
@@ -53,9 +54,9 @@ class StreamNextN(NextNLayers):
         return x.reshape(*x.shape[:2], -1)
 
     def logits(self, params: Params, k: int, z: Float[Array, "*b SD"], on: Backend) -> Float[Array, "*b V"]:
-        """Logits of every token, from the layer's own collapse and norm, and the trunk's head."""
+        """Draft logits, from the layer's own collapse and norm, and the trunk's head."""
         p: NextN = params.nextn[k]
         assert p.hyper_head is not None, "a layer with several streams collapses them"
         one = z.reshape(*z.shape[:-1], self.streams, -1)
         collapsed = hyper.collapse(one, p.hyper_head, self.cfg, on.products.exactly)
-        return on.products.head(rms_norm(collapsed, p.norm, self.cfg.rms_norm_eps), params.table)
+        return draft_logits(params, None, rms_norm(collapsed, p.norm, self.cfg.rms_norm_eps), on)

@@ -14,12 +14,12 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layer_specs import Attention, GqaAttention, Layer, Mlp, Moe
 from mtp_jax.model.nextn_specs import NextN
 from mtp_jax.model.spec import Spec, Tree, watch_trees
-from mtp_jax.model.specs import Params, param_specs
+from mtp_jax.model.specs import DraftRows, Params, param_specs
 from mtp_jax.model.v4_specs import CompressedAttention, Compressor, Hyper, HyperHead
 
 __all__ = [
-    "Attention", "CompressedAttention", "Compressor", "GqaAttention", "Hyper", "HyperHead", "Layer",
-    "Mlp", "Moe", "NextN", "Params", "Spec", "dtype_of", "init_params", "init_tree", "param_specs",
+    "Attention", "CompressedAttention", "Compressor", "DraftRows", "GqaAttention", "Hyper", "HyperHead",
+    "Layer", "Mlp", "Moe", "NextN", "Params", "Spec", "dtype_of", "init_params", "init_tree", "param_specs",
     "shapes", "type_of",
 ]  # fmt: skip
 

@@ -19,8 +19,19 @@ from mtp_jax.model.v4_specs import HyperHead
 
 
 @parameters
+class DraftRows:
+    """Rows of the trunk's output table that drafts choose among: a copy that a runner makes."""
+
+    table: Weight  # [n, D]
+    places: Weight  # [V] int32, the row of each token
+
+
+@parameters
 class Params:
-    """A whole model. ``head`` is None when the embedding is tied to it, ``drafter`` without a draft head."""
+    """A whole model. ``head`` is None when the embedding is tied to it, ``drafter`` without a draft head.
+
+    ``draft_rows`` is None where drafts choose among all tokens, and in files.
+    """
 
     embed: Weight  # [V, D]
     layers: tuple[Any, ...]  # Layer, or in a runner Stack[Layer]
@@ -29,6 +40,7 @@ class Params:
     nextn: tuple[NextN, ...]
     drafter: HeadTree | None = None
     hyper_head: HyperHead | None = None
+    draft_rows: DraftRows | None = None
 
     @property
     def table(self) -> Weight:
@@ -47,7 +59,7 @@ class Params:
 
     def with_drafts(self, drafts: "DraftLayers" = ((), None)) -> "Params":
         """The same trunk with other parameters that draft; without an argument it has none."""
-        return replace(self, nextn=drafts[0], drafter=drafts[1])
+        return replace(self, nextn=drafts[0], drafter=drafts[1], draft_rows=None)
 
 
 DraftLayers = tuple[tuple[NextN, ...], HeadTree | None]

@@ -18,6 +18,7 @@ import mtp_jax
 from mtp_jax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams
 from mtp_jax.api import load
 from mtp_jax.decode.keys import StepKey
+from mtp_jax.model.draft_vocab import FILE, write
 from mtp_jax.text.chat_template import ChatTemplate
 from tests import golden
 from tests.api.helpers import GREEDY, PROMPT, SCORED, SIZES, tokens
@@ -317,6 +318,22 @@ def test_without_speculation_the_folder_need_not_have_the_layers_it_declares(tmp
     assert len(output.outputs[0].token_ids) == 8
     with pytest.raises(RequestError, match="draft needs num_speculative_tokens of 1 or more"):
         llms[0].draft(ids, 1)
+
+
+def test_drafts_choose_among_the_listed_tokens(tmp_path):
+    folder = shutil.copytree(golden.model_dir("rigged"), tmp_path / "model")
+    write(folder / FILE, [5, 9, 11])
+    options: list[dict[str, Any]] = [
+        *({}, {"draft_vocab": 2}, {"draft_vocab": 0}, {"num_speculative_tokens": 0})
+    ]
+    found = [LLM(folder, **{**SIZES, **o}).engine.config.draft_vocab for o in options]
+    assert found == [(5, 9, 11), (5, 9), None, None]
+    eagle = shutil.copytree(golden.model_dir("eagle3"), tmp_path / "eagle")
+    write(eagle / FILE, [5, 9, 11])
+    head: dict[str, Any] = {**SIZES, "draft_model": golden.model_dir("eagle3", "draft")}
+    assert LLM(eagle, **head).engine.config.draft_vocab is None
+    with pytest.raises(ConfigError, match="draft_vocab has 2 tokens, but the drafts of this model"):
+        LLM(eagle, **{**head, "draft_vocab": 2})
 
 
 @pytest.mark.parametrize("named", [{}, {"eos_token_id": None}, {"eos_token_id": 7}])

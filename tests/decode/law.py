@@ -27,6 +27,7 @@ from mtp_jax.heads.build import build
 from mtp_jax.model import trunk
 from mtp_jax.model.backend import xla_cpu
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.draft_rows import with_draft_rows
 from mtp_jax.model.params import Params
 from mtp_jax.model.trunk import Model
 from tests.decode.helpers import zeroed
@@ -54,6 +55,7 @@ class Case:
         cfg: the model.
         kept: drafts per slot that a step verifies, the likeliest; None: all.
         reader: a drafter that reads prompts as this one does; None: itself.
+        draft_vocab: tokens that drafts choose among; None: all.
     """
 
     drafter: Drafter
@@ -63,6 +65,7 @@ class Case:
     cfg: ModelConfig = CFG
     kept: int | None = None
     reader: Drafter | None = None
+    draft_vocab: tuple[int, ...] | None = None
 
 
 PLAIN = Case(build(CFG))
@@ -159,6 +162,8 @@ def emitted(drafting: Any, verifier: Any, grammar: bool = False, case: Case = PL
     # Depths 1, 2, 3 and sometimes 0.
     state = start(np.where(np.arange(slots) % 7 == 0, 0, 1 + np.arange(slots) % DEPTH), case)
     state, first = begin(weights, state, chunk)
+    if case.draft_vocab:
+        weights = with_draft_rows(weights, case.draft_vocab, None)
     columns, counts = [np.asarray(first.packed)[:, :1]], []
     key, ranked = StepKey(slots, DEPTH, 1, mode, kept=case.kept), case.kept is not None
     step = Step(Decoding(Model(case.cfg, ON), case.drafter, margins=ranked), key)
@@ -271,9 +276,10 @@ def p_values(
     grammar: bool = False,
     kept: int | None = None,
     reader: Drafter | None = None,
+    draft_vocab: tuple[int, ...] | None = None,
 ) -> list[float]:
     """Chi-square of whole sampled steps against the exact law, for each of ``OPTIONS``."""
-    case = Case(drafter, cfg=cfg, kept=kept, reader=reader)
+    case = Case(drafter, cfg=cfg, kept=kept, reader=reader, draft_vocab=draft_vocab)
     got = emitted("sampled", verifier, grammar, case)
     assert got.accepted.sum() > 0.2 * got.drafted.sum() > 0
     return [*fits(got, case, grammar).values()]

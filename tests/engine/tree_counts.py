@@ -48,11 +48,11 @@ def main(temperatures: list[float]) -> None:
             print(f"\n| temperature {temperature:g} | {figures} |")
             print("| --- | ---: | ---: | ---: |")
             for depth in CHAINS:
-                llm = LLM(num_speculative_tokens=depth, verifier="coupled")
+                llm = LLM(num_speculative_tokens=depth, verifier="coupled", draft_vocab=0)
                 print(row(f"chain of {depth}, {depth} passes", llm, temperature, moved), flush=True)
             for tree in TREES:
                 name = f"tree {tree}, {TreeShape.of(tree).steps} passes"
-                print(row(name, LLM(tree=tree), temperature, moved), flush=True)
+                print(row(name, LLM(tree=tree, draft_vocab=0), temperature, moved), flush=True)
 
 
 if __name__ == "__main__":

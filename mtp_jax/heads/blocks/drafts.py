@@ -23,6 +23,7 @@ from mtp_jax.model import hyper
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.cache import LayerCache, PagedView, empty_cache
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.draft_rows import at_ids, draft_logits, ids_of, places_of
 from mtp_jax.model.layers import rms_norm, rope_angles
 from mtp_jax.model.narrow import expand, rows_of
 from mtp_jax.model.params import Mlp, Params, type_of
@@ -134,8 +135,7 @@ class Blocks:
 
     def logits(self, params: Params, on: Backend, z: Float[Array, "*b D"]) -> Float[Array, "*b v"]:
         """Logits of normed rows over the head's vocabulary, which know no other row's draft."""
-        own = _of(params).head
-        return on.products.head(z, params.table if own is None else own)
+        return draft_logits(params, _of(params).head, z, on)
 
     def after(
         self,
@@ -148,21 +148,18 @@ class Blocks:
 
         DSpark adds its Markov bias; DFlash2 scores its candidates, and every other token gets -inf.
         """
-        p, ids = _of(params), None
+        p, vocab = _of(params), self.trunk.vocab_size
+        own = None if p.target_offset is None else ids_of(p.target_offset)
         if p.markov is not None:
             logits = logits + _bias(p.markov, previous, z.dtype).astype(logits.dtype)
-        if p.selector is not None and self.head.selector is not None:
-            logits, ids = jax.lax.top_k(logits, self.head.selector[1])
-            wanted = rows_of(p.selector.previous, previous) * (z @ expand(p.selector.hidden, z.dtype).T)
-            offered = rows_of(p.selector.following, ids)
-            logits = logits + jnp.einsum("bkr,br->bk", offered, wanted).astype(logits.dtype)
-        if p.target_offset is not None:
-            own = jnp.arange(len(p.target_offset)) + p.target_offset
-            ids = own if ids is None else own[ids]
-        if ids is None:
-            return logits
-        rows = jnp.arange(len(logits))[:, None]
-        return jnp.full((len(logits), self.trunk.vocab_size), -jnp.inf).at[rows, ids].set(logits)
+        if p.selector is None or self.head.selector is None:
+            return logits if own is None else at_ids(logits, places_of(own, vocab))
+        logits, ids = jax.lax.top_k(logits, self.head.selector[1])
+        wanted = rows_of(p.selector.previous, previous) * (z @ expand(p.selector.hidden, z.dtype).T)
+        offered = rows_of(p.selector.following, ids)
+        logits = logits + jnp.einsum("bkr,br->bk", offered, wanted).astype(logits.dtype)
+        ids, rows = ids if own is None else own[ids], jnp.arange(len(logits))[:, None]
+        return jnp.full((len(logits), vocab), -jnp.inf).at[rows, ids].set(logits)
 
 
 def _bias(p: Markov, previous: Int[Array, " B"], dtype: DTypeLike) -> Float[Array, "B v"]:

@@ -18,6 +18,7 @@ from mtp_jax.heads.eagle3.declared import Eagle3, Eagle3Config
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_module import Pass, beside
+from mtp_jax.model.draft_rows import at_ids, draft_logits, ids_of, places_of
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.params import Layer, Params
 from mtp_jax.model.products.plain import Residual
@@ -89,7 +90,7 @@ class Eagle3Head:
     def ids(self, params: Params) -> Int[Array, " v"] | None:
         """See ``OfSome``."""
         offset = _of(params).target_offset
-        return None if offset is None else jnp.arange(len(offset)) + offset
+        return None if offset is None else ids_of(offset)
 
     def own_logits(
         self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend
@@ -97,14 +98,12 @@ class Eagle3Head:
         """See ``OfSome``."""
         p = _of(params)
         z = z if self.head.normed_output else rms_norm(z, p.norm, self.cfg.rms_norm_eps)
-        return self.head.logit_scale * on.products.head(z, params.table if p.head is None else p.head)
+        return self.head.logit_scale * draft_logits(params, p.head, z, on)
 
     def logits(self, params: Params, k: int, z: Float[Array, "*b D"], on: Backend) -> Float[Array, "*b V"]:
         """Logits of the head's vocabulary, each at its token's id, and -inf elsewhere."""
         own, ids = self.own_logits(params, k, z, on), self.ids(params)
-        if ids is None:
-            return own
-        return jnp.full((*own.shape[:-1], self.trunk.vocab_size), -jnp.inf).at[..., ids].set(own)
+        return own if ids is None else at_ids(own, places_of(ids, self.trunk.vocab_size))
 
 
 def drafter(trunk: ModelConfig, tree: TreeShape | None = None) -> Recursive:

@@ -15,9 +15,10 @@ from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.lab.bench import bits
+from mtp_jax.lab.bench import bits, cost
 from mtp_jax.lab.bench.report import Report
-from mtp_jax.lab.bench.subject import Subject, directory_of, prompts_for
+from mtp_jax.lab.bench.subject import EqualPrompts, Subject, directory_of, prompts_for
+from mtp_jax.lab.planning.work import expected_experts
 
 _GRAM = 8
 
@@ -39,6 +40,8 @@ class AcceptanceLoad:
         max_tokens: largest number of tokens of a completion.
         samples: number of completions to show at each temperature.
         pieces: number of held-out texts to score.
+        draft_vocab: numbers of tokens that drafts choose among, each of them measured; 0: all; none: as the
+            model's list says.
     """
 
     temperatures: Sequence[float]
@@ -48,6 +51,7 @@ class AcceptanceLoad:
     max_tokens: int
     samples: int
     pieces: int
+    draft_vocab: Sequence[int] = ()
 
 
 def run(model: str, load: AcceptanceLoad) -> Report:
@@ -56,55 +60,78 @@ def run(model: str, load: AcceptanceLoad) -> Report:
     if depth < 1:
         raise ConfigError(f"depth = {depth}; expected at least 1: without drafts there is nothing to accept")
     directory = directory_of(model)
-    llm = LLM(
-        directory,
-        num_speculative_tokens=depth,
-        max_num_seqs=8,
-        max_model_len=load.prompt_tokens + load.max_tokens,
-        compile_cache=None,
-    )
-    subject = Subject(model, directory, llm.config, local_runner(llm.engine).params, llm.engine.config.dtype)
-    given = prompts_for(subject, load.prompts, load.prompt_tokens)
-    text = bits.held_out(llm, load.pieces)
-    levels, rows, quotes = [], [], []
-    for temperature in load.temperatures:
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=load.max_tokens, seed=i)
-            for i in range(load.prompts)
-        ]
-        outputs = llm.generate(given.ids, params)
-        found = {"temperature": temperature, **figures_of(outputs, depth)}
-        texts = [_sample(llm, o) for o in outputs[: load.samples]]
-        levels.append(found | {"samples": texts})
-        rows.append(
-            (
-                f"{temperature:g}",
-                f"{found['acceptance_length']:.3f}",
-                *(f"{p:.3f}" for p in found["acceptance_per_position"]),
-                f"{found['repeated']:.0%}",
-                f"{found['completions_that_repeat']:.0%}",
-                f"{text.per_byte:.3f}" if text else "-",
-            )
+    levels, text, source = [], None, ""
+    for number, tokens in enumerate(load.draft_vocab or [None]):
+        llm = LLM(
+            directory,
+            num_speculative_tokens=depth,
+            max_num_seqs=8,
+            max_model_len=load.prompt_tokens + load.max_tokens,
+            draft_vocab=tokens,
+            compile_cache=None,
         )
-        for t in texts:
-            label = f"temperature {temperature:g}, acceptance length {t['acceptance_length']:.2f}"
-            quotes.append(f"[{label}] {t['prompt']!r}\n  -> {t['completion']!r}")
-    positions = [f"draft {i + 1}" for i in range(depth)]
+        params, config = local_runner(llm.engine).params, llm.engine.config
+        subject = Subject(model, directory, llm.config, params, config.dtype)
+        given = prompts_for(subject, load.prompts, load.prompt_tokens)
+        if not number:
+            text, source = bits.held_out(llm, load.pieces), given.source
+        about = {
+            "draft_vocab": len(config.draft_vocab) if config.draft_vocab else llm.config.vocab_size,
+            "draft_bytes": cost.of_draft(params).touched(expected_experts(llm.config, 1)),
+        }
+        levels += [about | _level(llm, given, load, temperature) for temperature in load.temperatures]
+    rows = [_row(f, text) for f in levels]
     headers = (
         "temperature",
+        "drafted tokens",
+        "MB per draft",
         "acceptance length",
-        *positions,
+        *(f"draft {i + 1}" for i in range(depth)),
         f"repeated {_GRAM}-grams",
         "completions that repeat one",
         "bits per byte",
     )
     note = (
-        f"{load.prompts} prompts of {load.prompt_tokens} tokens ({given.source}), up to {load.max_tokens} "
+        f"{load.prompts} prompts of {load.prompt_tokens} tokens ({source}), up to {load.max_tokens} "
         f"tokens each, depth {depth}, batch 8. draft i: share of steps in which drafts 1 to i were all "
-        "accepted."
+        "accepted. Drafted tokens: tokens that drafts choose among. MB per draft: weights that a draft reads."
     )
+    quotes = [quote for f in levels for quote in _quotes(f)]
     figures = {"temperatures": levels, "held_out_text": _held_out(text)}
     return Report(f"Acceptance: {model}", headers, rows, [note, _about(text), *quotes], figures)
+
+
+def _level(llm: LLM, given: EqualPrompts, load: AcceptanceLoad, temperature: float) -> JsonObject:
+    """All completions at one temperature."""
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=load.max_tokens, seed=i)
+        for i in range(load.prompts)
+    ]
+    outputs = llm.generate(given.ids, params)
+    found = {"temperature": temperature, **figures_of(outputs, load.depth)}
+    return found | {"samples": [_sample(llm, o) for o in outputs[: load.samples]]}
+
+
+def _row(f: JsonObject, text: bits.Bits | None) -> tuple[str, ...]:
+    return (
+        f"{f['temperature']:g}",
+        f"{f['draft_vocab']:,}",
+        f"{f['draft_bytes'] / 1e6:.2f}",
+        f"{f['acceptance_length']:.3f}",
+        *(f"{p:.3f}" for p in f["acceptance_per_position"]),
+        f"{f['repeated']:.0%}",
+        f"{f['completions_that_repeat']:.0%}",
+        f"{text.per_byte:.3f}" if text else "-",
+    )
+
+
+def _quotes(f: JsonObject) -> list[str]:
+    """The first completions at one temperature."""
+    label = f"temperature {f['temperature']:g}, acceptance length"
+    return [
+        f"[{label} {t['acceptance_length']:.2f}] {t['prompt']!r}\n  -> {t['completion']!r}"
+        for t in f["samples"]
+    ]
 
 
 def _held_out(text: bits.Bits | None) -> JsonObject | None:

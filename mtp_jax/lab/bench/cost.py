@@ -92,9 +92,16 @@ def of_entries(p: NextN | HeadTree, size: Measure = nbytes) -> Size:
 
 
 def _of_drawn(params: Params, size: Measure = nbytes) -> Size:
-    """The table behind the drafts' logits."""
+    """The table behind the drafts' logits: a runner's parameters have the rows that drafts choose among."""
     own = params.drafter and params.drafter.head
-    return Size(size(params.table if own is None else own))
+    shared = params.table if params.draft_rows is None else params.draft_rows.table
+    return Size(size(shared if own is None else own))
+
+
+def of_draft(params: Params, size: Measure = nbytes) -> Size:
+    """One draft of a NextN layer, or of a draft head that drafts one token in a pass: its layer and table."""
+    modules: tuple[NextN | HeadTree, ...] = (params.drafter,) if params.drafter else params.nextn
+    return of_nextn(modules[0], size) + _of_drawn(params, size)
 
 
 @dataclass(frozen=True)

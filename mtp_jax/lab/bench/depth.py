@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from mtp_jax.decode.law import Acceptance
 from mtp_jax.engine.engine import Engine
@@ -15,6 +16,15 @@ from mtp_jax.lab.bench.report import Report, forced
 from mtp_jax.lab.bench.subject import EqualPrompts, Subject, prompts_for
 from mtp_jax.lab.bench.synthetic import complete
 from mtp_jax.spread import Spread
+
+_Chosen = TypeVar("_Chosen")
+
+
+class _Level(NamedTuple):
+    """A number of drafts per step, and the tokens that they choose among, as the option ``draft_vocab``."""
+
+    depth: int
+    draft_vocab: int | None
 
 
 @dataclass(frozen=True)
@@ -40,20 +50,20 @@ class Decode:
 
 
 def decode_alternating(
-    engines: dict[int, Engine], prompts: EqualPrompts, max_tokens: int, temperature: float = 0.0
-) -> dict[int, Decode]:
-    """Decode every prompt at every depth before the next prompt, the depths in rotating order.
+    engines: dict[_Chosen, Engine], prompts: EqualPrompts, max_tokens: int, temperature: float = 0.0
+) -> dict[_Chosen, Decode]:
+    """Decode every prompt with every engine before the next prompt, the engines in rotating order.
 
     The first prompt also runs once before, so that no measured run is an engine's first.
     """
-    runs: dict[int, list[Request]] = {depth: [] for depth in engines}
+    runs: dict[_Chosen, list[Request]] = {key: [] for key in engines}
     order = list(engines)
     for engine in engines.values():
         complete(engine, prompts.ids[:1], max_tokens, temperature)
     for i, prompt in enumerate(prompts.ids):
-        for depth in order[i % len(order) :] + order[: i % len(order)]:
-            runs[depth] += complete(engines[depth], [prompt], max_tokens, temperature)
-    return {depth: _decode(requests) for depth, requests in runs.items()}
+        for key in order[i % len(order) :] + order[: i % len(order)]:
+            runs[key] += complete(engines[key], [prompt], max_tokens, temperature)
+    return {key: _decode(requests) for key, requests in runs.items()}
 
 
 def _decode(requests: list[Request]) -> Decode:
@@ -75,39 +85,63 @@ def speedup(plain: Decode, other: Decode) -> Spread:
     return Spread.of([a / b for a, b in zip(plain.seconds, other.seconds, strict=True)])
 
 
-def run(
-    subject: Subject,
-    depths: Sequence[int],
-    temperatures: Sequence[float],
-    prompts: int,
-    prompt_tokens: int,
-    max_tokens: int,
-    synthetic_acceptance: Acceptance | None = None,
-) -> Report:
+@dataclass(frozen=True)
+class DepthLoad:
+    """The completions that are timed: every prompt at every temperature and depth, and at depth 0.
+
+    Attributes:
+        depths: numbers of drafts per step.
+        prompts: number of prompts.
+        prompt_tokens: number of tokens of each prompt.
+        max_tokens: number of tokens of each completion.
+        synthetic_acceptance: the law of depths above 0, as the option of ``LLM``.
+        draft_vocab: numbers of tokens that drafts choose among, each of them measured at every depth; 0: all;
+            none: as the model's list says.
+    """
+
+    depths: Sequence[int]
+    temperatures: Sequence[float]
+    prompts: int
+    prompt_tokens: int
+    max_tokens: int
+    synthetic_acceptance: Acceptance | None = None
+    draft_vocab: Sequence[int] = ()
+
+
+def run(subject: Subject, load: DepthLoad) -> Report:
     """Decode the same prompts at each temperature and depth, each depth against depth 0 of its temperature.
 
-    Depth 0 is always measured. synthetic_acceptance: of depths above 0, as the option of ``LLM``. Raises
-    ConfigError or RequestError for sizes and temperatures out of range.
+    Raises ConfigError or RequestError for sizes and temperatures out of range.
     """
-    depths, temperatures = sorted({0, *depths}), list(dict.fromkeys(temperatures))
+    depths, temperatures = sorted({0, *load.depths}), list(dict.fromkeys(load.temperatures))
+    prompts, prompt_tokens, max_tokens = load.prompts, load.prompt_tokens, load.max_tokens
     if max_tokens < 2:
         raise ConfigError(f"max_tokens = {max_tokens}; expected at least 2: the first comes from the prefill")
     for temperature in temperatures:
         SamplingParams(temperature=temperature)  # refuses a bad temperature before the measurement
     given = prompts_for(subject, prompts, prompt_tokens)
-    length, asked = prompt_tokens + max_tokens, synthetic_acceptance
-    engines = {d: subject.engine(d, 1, length, synthetic_acceptance=asked) for d in depths}
+    length, asked, sizes = prompt_tokens + max_tokens, load.synthetic_acceptance, load.draft_vocab
+    engines = {
+        level: subject.engine(
+            level.depth, 1, length, synthetic_acceptance=asked, draft_vocab=level.draft_vocab
+        )
+        for level in _levels(depths, sizes)
+    }
+    plain = _Level(0, None)
     figures = []
     for temperature in temperatures:
         measured = decode_alternating(engines, given, max_tokens, temperature)
-        figures += [_figures(temperature, d, decode, measured[0]) for d, decode in measured.items()]
+        figures += [
+            _figures(temperature, level.depth, _drafted(engines[level]), decode, measured[plain])
+            for level, decode in measured.items()
+        ]
     notes = [
         f"{prompts} prompts of {prompt_tokens} tokens ({given.source}), {max_tokens} tokens each, batch 1; "
         "time from the first token to the last. Temperature 0 is greedy. Tokens/s: of all prompts together; "
         "per prompt: the time at depth 0 over that at this depth, both at the temperature of the row."
     ]
     title = f"Decode speed by depth: {subject.name}"
-    laws = [f"at depth {d} {e.config.law}" for d, e in engines.items() if e.config.law]
+    laws = {f"at depth {k.depth} {e.config.law}": None for k, e in engines.items() if e.config.law}
     if laws:
         figures = [f | {"same_tokens": None} for f in figures]
     report = Report(title, _HEADERS, [_row(f) for f in figures], notes, {"depths": figures})
@@ -117,6 +151,7 @@ def run(
 _HEADERS = (
     "temperature",
     "depth",
+    "drafted tokens",
     "tokens/s",
     "of depth 0",
     "per prompt, median (quartiles)",
@@ -127,12 +162,27 @@ _HEADERS = (
 )
 
 
-def _figures(temperature: float, depth: int, decode: Decode, plain: Decode) -> JsonObject:
-    """Results of one depth; plain: depth 0 at the same temperature."""
+def _levels(depths: Sequence[int], sizes: Sequence[int]) -> list[_Level]:
+    """Every depth with every number of tokens; depth 0 once."""
+    return [_Level(d, n) for d in depths for n in (sizes if d and sizes else [None])]
+
+
+def _drafted(engine: Engine) -> int:
+    """Tokens that an engine's drafts choose among."""
+    tokens = engine.config.draft_vocab
+    return len(tokens) if tokens else engine.cfg.vocab_size
+
+
+def _figures(temperature: float, depth: int, among: int, decode: Decode, plain: Decode) -> JsonObject:
+    """Results of one depth.
+
+    among: number of tokens that drafts choose among. plain: depth 0 at the same temperature.
+    """
     spec = decode.speculation
     return {
         "temperature": temperature,
         "depth": depth,
+        "draft_vocab": among if depth else None,
         "tokens_per_second": decode.rate,
         "of_depth_0": decode.rate / plain.rate,
         "acceptance_length": spec.acceptance_length,
@@ -149,6 +199,7 @@ def _row(f: JsonObject) -> tuple[object, ...]:
     return (
         f"{f['temperature']:g}",
         f["depth"],
+        f"{f['draft_vocab']:,}" if f["depth"] else "-",
         f"{f['tokens_per_second']:.1f}",
         f"{f['of_depth_0']:.2f}",
         f["speedup"].show(),

@@ -31,6 +31,7 @@ from mtp_jax.model.backend import backend
 from mtp_jax.model.choices import KernelChoice
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
+from mtp_jax.model.draft_rows import with_draft_rows
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
@@ -57,6 +58,7 @@ class StepLoad:
         acceptance: the option of ``LLM``; each depth has the first of several shares.
         steps: number of steps to time at each level.
         sampled: whether steps are of the program that can sample, which a server runs for greedy rows, too.
+        draft_vocab: number of tokens that drafts choose among; None: all.
     """
 
     depths: Sequence[int]
@@ -65,6 +67,7 @@ class StepLoad:
     acceptance: Acceptance = ACCEPTANCE
     steps: int = 200
     sampled: bool = False
+    draft_vocab: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,10 @@ class StepLevel:
 
     def params(self, whole: Params) -> Params:
         """The parameters that the level reads."""
-        return whole if self.depth else whole.with_drafts()
+        if not self.depth:
+            return whole.with_drafts()
+        ids = self.config.draft_vocab
+        return with_draft_rows(whole, ids, None) if ids else whole
 
     def runner(self, whole: Params, *, allocate: bool = True, kernels: KernelChoice = "auto") -> LocalRunner:
         """A runner, with its cache or with shapes alone. Raises ConfigError."""
@@ -128,6 +134,7 @@ def levels_of(name: str, cfg: ModelConfig, load: StepLoad) -> list[StepLevel]:
         raise ConfigError(
             f"--depths {max(load.depths)}, but {name} declares no NextN layer to draft with; use --depths 0"
         )
+    among = _drafted(name, cfg, load.draft_vocab)
     dtype: Dtype = "float32" if platform() == "cpu" or cfg.dtype == "float32" else "bfloat16"
 
     deepest = max(load.depths)
@@ -150,11 +157,19 @@ def levels_of(name: str, cfg: ModelConfig, load: StepLoad) -> list[StepLevel]:
             dtype=dtype,
             prefix_cache=False,
             synthetic_acceptance=kept if depth else None,
+            draft_vocab=among if depth else None,
         )
         return StepLevel(cfg if depth else cfg.without_drafts(), config, rows, load.sampled)
 
     slots, depths = map(dict.fromkeys, (load.slots, load.depths))
     return [level(count, depth) for count in slots for depth in depths]
+
+
+def _drafted(name: str, cfg: ModelConfig, count: int | None) -> tuple[int, ...] | None:
+    """Tokens that drafts choose among: the first of the vocabulary. Raises ConfigError for too many."""
+    if count is not None and count > cfg.vocab_size:
+        raise ConfigError(f"--draft-vocab {count}; {name} has {cfg.vocab_size:,} tokens")
+    return None if count is None else tuple(range(count))
 
 
 def run(name: str, cfg: ModelConfig, load: StepLoad, trace: bool = False) -> Iterator[Report]:

@@ -144,8 +144,19 @@ def _served(levels: Sequence[JsonMapping], unit: str, axes: "Iterable[Axes]") ->
     accepted.set_title(f"drafts accepted by position; at each line's end, {unit}")
 
 
+def _curves(depths: Sequence[JsonMapping]) -> dict[str, list[JsonMapping]]:
+    """The figures of each temperature and number of drafted tokens, with depth 0, by name."""
+    drafting = [f for f in depths if f["depth"]] or depths
+    several, found = len({f["draft_vocab"] for f in drafting}) > 1, {}
+    for temperature, among in dict.fromkeys((f["temperature"], f["draft_vocab"]) for f in drafting):
+        name = f"temperature {temperature:g}" if temperature else "greedy"
+        own = [f for f in depths if f["temperature"] == temperature and f["draft_vocab"] in (None, among)]
+        found[name + (f", of {among:,} tokens" if several else "")] = own
+    return found
+
+
 def _depths(depths: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:
-    """Speed, step time and acceptance by depth, a colour per temperature."""
+    """Speed, step time and acceptance by depth, a colour per temperature and number of drafted tokens."""
     from matplotlib.ticker import MaxNLocator
 
     shown = (
@@ -156,11 +167,8 @@ def _depths(depths: Sequence[JsonMapping], axes: "Iterable[Axes]") -> None:
         ("share of repeated 8-token runs", lambda f: f["repeated"]),
     )
     *first, last = axes
-    temperatures = list(dict.fromkeys(f["temperature"] for f in depths))
-    for number, temperature in enumerate(temperatures):
+    for number, (name, own) in enumerate(_curves(depths).items()):
         colour = _COLOURS[(number + 1) % len(_COLOURS)]
-        own = [f for f in depths if f["temperature"] == temperature]
-        name = f"temperature {temperature:g}" if temperature else "greedy"
         for axis, (_, value) in zip(first, shown, strict=True):
             axis.plot([f["depth"] for f in own], [value(f) for f in own], "o-", color=colour, label=name)
         for f in own:

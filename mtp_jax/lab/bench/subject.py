@@ -17,6 +17,8 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.bench.synthetic import random_prompts
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.draft_rows import shares_table
+from mtp_jax.model.draft_vocab import listed
 from mtp_jax.model.family import config_of_file
 from mtp_jax.model.params import Params
 
@@ -25,13 +27,18 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model; engines of several depths share its parameters."""
+    """A model; engines of several depths share its parameters.
+
+    Attributes:
+        draft_vocab: tokens that its drafts choose among; None: all.
+    """
 
     name: str
     directory: Path
     config: ModelConfig
     params: Params
     dtype: Dtype
+    draft_vocab: tuple[int, ...] | None = None
 
     def engine(
         self,
@@ -40,12 +47,15 @@ class Subject:
         max_model_len: int,
         adaptive: bool = False,
         synthetic_acceptance: Acceptance | None = None,
+        draft_vocab: int | None = None,
     ) -> Engine:
         """An engine of one depth; at depth 0 without the NextN layers, so that they cost nothing.
 
         It keeps no prefixes: the same prompts are measured again and again. synthetic_acceptance: at depths
-        above 0. Raises ConfigError for a depth above 0 of a model without NextN layers.
+        above 0. draft_vocab: as the option of ``LLM``. Raises ConfigError for a depth above 0 of a model
+        without NextN layers.
         """
+        tokens = self.draft_vocab if draft_vocab is None else self.tokens(draft_vocab)
         sizes = EngineConfig(
             num_speculative_tokens=depth,
             max_num_seqs=slots,
@@ -55,8 +65,13 @@ class Subject:
             adaptive_depth=adaptive,
             prefix_cache=False,
             synthetic_acceptance=synthetic_acceptance if depth else None,
+            draft_vocab=tokens if depth else None,
         )
         return local_engine(self.config, self.params, sizes)
+
+    def tokens(self, draft_vocab: int) -> tuple[int, ...] | None:
+        """That number of the commonest tokens of its list; None for 0. Raises ConfigError for more."""
+        return listed(draft_vocab, [self.directory], self.config.vocab_size)
 
 
 def directory_of(model: str) -> Path:
@@ -75,7 +90,10 @@ def load(model: str, drafts: bool = True) -> Subject:
     loaded = checkpoint.load(
         directory, dtype=dtype, narrow="multiplied", num_nextn_layers=None if drafts else 0
     )
-    return Subject(model, directory, loaded.config, jax.block_until_ready(loaded.params), dtype)
+    params, tokens = jax.block_until_ready(loaded.params), None
+    if shares_table(params):
+        tokens = listed(None, [directory], loaded.config.vocab_size)
+    return Subject(model, directory, loaded.config, params, dtype, tokens)
 
 
 @dataclass(frozen=True)

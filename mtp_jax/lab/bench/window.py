@@ -7,7 +7,7 @@ predicted speed-up = acceptance length * bytes(plain step) / bytes(speculative s
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
+from mtp_jax.api.local import local_runner
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.drafter.nothing import Nothing
 from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
@@ -146,6 +147,7 @@ def run(
     cached = rows * float(np.mean(_places(len(text), max(windows), rounds)))
     timed = _by_window(weights, seconds, experts, cached, speed)
     decoded = decode_alternating(engines, given, max_tokens)
+    subject = replace(subject, params=local_runner(engines[depth]).params)
     overall = _end_to_end(subject, decoded, depth, experts, rows * (_PROMPT + max_tokens / 2), speed)
     rows = [
         (

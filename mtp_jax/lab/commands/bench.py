@@ -77,6 +77,7 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_prompts(sub, 64)
     _add_acceptance(sub)
+    _add_draft_vocab(sub)
     _add_compile_cache(sub)
 
     sub = command("sweep", _sweep, "throughput and latency at 1 to 64 requests at a time", plotted=True)
@@ -108,6 +109,7 @@ def register(subparsers: Subparsers) -> None:
     _add_prompts(sub, 64)
     add_value(sub, "--samples", 4, "completions to quote", int, "N")
     add_value(sub, "--pieces", 64, "pieces of held-out text to measure bits per byte on", positive, "N")
+    _add_draft_vocab(sub)
     _add_compile_cache(sub)
 
     sub = command("questions", _questions, "how many drafts are accepted in answers, by kind of question")
@@ -124,6 +126,14 @@ def register(subparsers: Subparsers) -> None:
     add_value(sub, "--prompts", 8, "prompts of that", positive, "N")
     add_value(sub, "--max-tokens", 64, "tokens to generate for each", positive, "N")
     _add_compile_cache(sub)
+
+    sub = command("vocabulary", _vocabulary, "how much of a text the commonest tokens are")
+    help = "texts in UTF-8, such as the model's own answers (default: of the demo model, its training text)"
+    sub.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help=help)
+    help = "tokens to list (default: a quarter of the vocabulary)"
+    sub.add_argument("--count", type=positive, metavar="N", help=help)
+    help = "write the list of the commonest: MODEL/draft_vocab.json makes drafts choose among them"
+    sub.add_argument("--list", type=Path, metavar="FILE", help=help)
 
     _register_gpu(command("gpu", _gpu, "whole steps on one GPU, with random weights of a large model"))
     _register_serve(command("serve", _serve, "load on a server that runs, with OpenAI's API", plotted=True))
@@ -146,6 +156,8 @@ def _register_gpu(sub: Parser) -> None:
     spent = "print the kernels of each level, and the launches of a layer in order"
     sub.add_argument("--trace", action="store_true", help=spent)
     _add_acceptance(sub)
+    among = "tokens that drafts choose among (default: the whole vocabulary)"
+    sub.add_argument("--draft-vocab", type=positive, metavar="N", help=among)
     dry = "without a GPU: count bytes, and lower every program for CUDA; nothing runs"
     sub.add_argument("--dry-run", action="store_true", help=dry)
     _add_compile_cache(sub)
@@ -216,6 +228,12 @@ def _add_acceptance(sub: Parser) -> "argparse._MutuallyExclusiveGroup":
     return either
 
 
+def _add_draft_vocab(sub: Parser) -> None:
+    """Declare --draft-vocab, of which every number is measured."""
+    help = "how many of the commonest tokens drafts choose among, 0: all (default: as the model's list says)"
+    sub.add_argument("--draft-vocab", type=integers, default=[], metavar="N,...", help=help)
+
+
 def _add_compile_cache(sub: Parser) -> None:
     """Declare --compile-cache, for measurements that compile in this process."""
     folder = "~/.cache/mtp-jax/xla"
@@ -227,9 +245,16 @@ def _depth(a: Arguments) -> Reports:
     from mtp_jax.lab.bench import depth, subject
 
     model = subject.load(a.model, drafts=any(a.depths))
-    yield depth.run(
-        model, a.depths, a.temperature, a.prompts, a.prompt_tokens, a.max_tokens, a.synthetic_acceptance
+    load = depth.DepthLoad(
+        a.depths,
+        a.temperature,
+        a.prompts,
+        a.prompt_tokens,
+        a.max_tokens,
+        a.synthetic_acceptance,
+        a.draft_vocab,
     )
+    yield depth.run(model, load)
 
 
 def _sweep(a: Arguments) -> Reports:
@@ -252,7 +277,7 @@ def _acceptance(a: Arguments) -> Reports:
     from mtp_jax.lab.bench import acceptance
 
     load = acceptance.AcceptanceLoad(
-        a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples, a.pieces
+        a.temperatures, a.depth, a.prompts, a.prompt_tokens, a.max_tokens, a.samples, a.pieces, a.draft_vocab
     )
     yield acceptance.run(a.model, load)
 
@@ -269,6 +294,12 @@ def _window(a: Arguments) -> Reports:
     yield window.run(subject.load(a.model), a.windows, a.rounds, a.depth, a.prompts, a.max_tokens)
 
 
+def _vocabulary(a: Arguments) -> Reports:
+    from mtp_jax.lab.bench import vocabulary
+
+    yield vocabulary.run(a.model, a.text, a.count, a.list)
+
+
 def _gpu(a: Arguments) -> Reports:
     from mtp_jax.lab.bench import gpu, shapes
 
@@ -276,7 +307,7 @@ def _gpu(a: Arguments) -> Reports:
         raise ConfigError(f"name a directory with config.json, or one of {', '.join(shapes.NAMED)}")
     name, cfg = shapes.find(a.model, a.layers, not any(a.depths))
     acceptance = gpu.ACCEPTANCE if a.synthetic_acceptance is None else a.synthetic_acceptance
-    load = gpu.StepLoad(a.depths, a.slots, a.rows, acceptance, a.steps, a.sampled)
+    load = gpu.StepLoad(a.depths, a.slots, a.rows, acceptance, a.steps, a.sampled, a.draft_vocab)
     if a.dry_run:
         yield from gpu.dry_run(name, cfg, load)
         return

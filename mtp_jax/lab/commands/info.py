@@ -12,6 +12,8 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.planning.fit import MEMORY_FRACTION, OVERHEAD
 from mtp_jax.lab.planning.hardware import GPUS, gpu_named
+from mtp_jax.lab.planning.weights import drafts
+from mtp_jax.model.draft_vocab import FILE, listed
 from mtp_jax.model.family import config_json
 from mtp_jax.model.room import Room
 from mtp_jax.text.tokenizer import Tokenizer
@@ -63,13 +65,16 @@ def run(args: argparse.Namespace) -> int:
     summary = summarise(directory, draft_folder(args), args.num_nextn_layers, args.gpus)
     tokenizer, room = Tokenizer.from_dir(directory), _room(args, summary)
     if args.json:
-        show.write(json.dumps(_object(summary, tokenizer, room), indent=2) + "\n")
+        found = _object(summary, tokenizer, room) | {"draft_vocab": _draft_vocab(args, summary)}
+        show.write(json.dumps(found, indent=2) + "\n")
         return 0
     per_gib = ", ".join(f"{_GIB // n:,} tokens as {k}" for k, n in summary.cache_bytes_per_token.items())
     has = "none"
     if tokenizer:
         has = f"{tokenizer.vocab_size:,} ids, {'a' if tokenizer.has_chat_template else 'no'} chat template"
     rows = {"cache per GiB": per_gib, "tokenizer": has}
+    if tokens := _draft_vocab(args, summary):
+        rows["draft vocabulary"] = f"{len(tokens):,} of {summary.config.vocab_size:,} tokens ({FILE})"
     if args.gpus > 1:
         each = by_dtype(summary.weight_bytes_per_device)
         rows[f"each of {args.gpus} GPUs"] = f"{each}; the cache is whole on each (--mesh 1x{args.gpus})"
@@ -91,6 +96,14 @@ def _machine(args: argparse.Namespace) -> int:
     found = figures()
     show.write(json.dumps(found, indent=2) + "\n" if args.json else lines(found))
     return 0
+
+
+def _draft_vocab(args: argparse.Namespace, s: "Summary") -> tuple[int, ...] | None:
+    """The tokens that drafts choose among; None: all, or a head with an output table of its own."""
+    if not s.config.drafts or any(p.head is not None for p in drafts(s.config)):
+        return None
+    folders = [model_dir(args), *filter(None, [args.draft_model])]
+    return listed(None, folders, s.config.vocab_size)
 
 
 def _room(args: argparse.Namespace, s: "Summary") -> Room | None:

@@ -105,6 +105,8 @@ def _add_load(parser: Parser) -> None:
     add_value(group, "--depths", None, depths, integers, "K,...")
     accepted = "how often each position's draft is accepted if those before it are, or a golden length's name"
     add_value(group, "--accept-rates", _RATES, accepted, _accept_rates, "P,...|NAME")
+    among = "tokens that drafts choose among (default: the whole vocabulary)"
+    add_value(group, "--draft-vocab", None, among, positive, "N")
     group.add_argument(
         "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="auto: bfloat16 (default: auto)"
     )
@@ -192,4 +194,5 @@ def _deployment(args: argparse.Namespace, cfg: ModelConfig) -> "Deployment":
         exchange=auto if args.exchange == "auto" else args.exchange,
         memory_fraction=args.memory_fraction,
         page_size=getattr(args, "page_size", None),
+        draft_vocab=args.draft_vocab,
     )

@@ -7,7 +7,7 @@ from typing import Literal
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.planning.fit import IMBALANCE, MEMORY_FRACTION
 from mtp_jax.lab.planning.hardware import Gpu, Rate
-from mtp_jax.lab.planning.weights import Storage
+from mtp_jax.lab.planning.weights import Storage, drafts
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import head_of
 
@@ -42,6 +42,7 @@ class Deployment:
         memory_fraction: share of a GPU's memory that is used.
         micro_batches: 1, or 2: one half is computed while the other is exchanged.
         page_size: number of tokens of a page of the cache; None: the usual number.
+        draft_vocab: number of tokens that drafts choose among; None: all.
     """
 
     cfg: ModelConfig
@@ -62,6 +63,7 @@ class Deployment:
     memory_fraction: float = MEMORY_FRACTION
     micro_batches: int = 1
     page_size: int | None = None
+    draft_vocab: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -88,6 +90,11 @@ class Deployment:
         own = [(c, i) for i in range(c.num_hidden_layers + (c.num_nextn_predict_layers if self.depth else 0))]
         sizes = head.sizes if head and self.depth else None
         return own if sizes is None else [*own, *((sizes, i) for i in range(sizes.num_hidden_layers))]
+
+    @property
+    def draft_rows(self) -> int:
+        """Weights of the copy of the trunk's output table that drafts read; 0: there is none."""
+        return (self.draft_vocab or 0) * self.cfg.hidden_size if self.depth else 0
 
     @property
     def cache_bytes(self) -> int:
@@ -140,6 +147,15 @@ def _check(d: Deployment) -> None:
     need(
         not d.depth or c.drafts,
         f"depth = {d.depth}; config.json declares no NextN layer to draft with: expected depth 0",
+    )
+    need(
+        d.draft_vocab is None or 0 < d.draft_vocab <= c.vocab_size,
+        f"draft_vocab = {d.draft_vocab}; expected 1 to {c.vocab_size} tokens",
+    )
+    own = next((p.head for p in drafts(c)), None)
+    need(
+        d.draft_vocab is None or own is None,
+        f"draft_vocab = {d.draft_vocab}, but the head has an output table of its own; leave it out",
     )
     most = c.drafter.most_drafts if c.drafter else None
     need(most is None or d.depth <= most, f"depth = {d.depth}; the head makes {most} drafts at most")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mtp_jax.lab.planning.deployment import Deployment
 from mtp_jax.lab.planning.fit import OVERHEAD
-from mtp_jax.lab.planning.weights import declared
+from mtp_jax.lab.planning.weights import BFLOAT16, declared, drafts
 from mtp_jax.model.room import Room
 from mtp_jax.model.spec import leaves
 
@@ -67,6 +67,7 @@ def memory(d: Deployment) -> Memory:
     routed, others = [], []
     for spec in leaves(specs if d.depth else specs.with_drafts()):
         (routed if spec.axes[0] == "experts" else others).append(d.storage.nbytes(spec) / spec.parts(mesh))
+    others.append(d.draft_rows * BFLOAT16.bytes / d.model)
     experts = sum(routed) * (1 + d.redundant / max(d.cfg.n_routed_experts, 1))
     return Memory(
         of=Room(d.gpu.memory, d.memory_fraction, experts + sum(others), OVERHEAD),
@@ -76,6 +77,31 @@ def memory(d: Deployment) -> Memory:
         groups=d.data,
         context=d.context,
     )
+
+
+@dataclass(frozen=True)
+class DraftBytes:
+    """Bytes of weights that one draft of one request reads, over all GPUs.
+
+    Attributes:
+        layers: bytes of its layers, with the experts that its token visits.
+        table: bytes of the output table, or of the rows of it that drafts choose among.
+    """
+
+    layers: float
+    table: float
+
+
+def draft_bytes(d: Deployment) -> DraftBytes:
+    """The weights of a pass of the first NextN layer, or of the head."""
+    part, nbytes = drafts(d.cfg)[0], d.storage.nbytes
+    layers = 0.0
+    for spec in leaves((part.blocks, part.merging)):
+        visited = d.cfg.num_experts_per_tok / d.cfg.n_routed_experts if spec.axes[0] == "experts" else 1.0
+        layers += nbytes(spec) * visited
+    whole = sum(map(nbytes, leaves(part.head or declared(d.cfg).table)))
+    rows = (d.draft_vocab or 0) * d.cfg.hidden_size * BFLOAT16.bytes
+    return DraftBytes(layers, rows or whole)
 
 
 def misfit(d: Deployment) -> str | None:

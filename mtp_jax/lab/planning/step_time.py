@@ -147,7 +147,9 @@ def drafting(d: Deployment, fit: Fit) -> float:
         part = parts[number]
         for i, b in enumerate(drafting_blocks(d.cfg, number)):
             total += sum(once.block(first + number + i, b).values()) + once.exchange(b).seconds
-        total += once.product(WeightCounts.of(part.merging)) + drawn.head(part.head) + launches * fit.launch
+        total += (
+            once.product(WeightCounts.of(part.merging)) + drawn.draft_head(part.head) + launches * fit.launch
+        )
     return total
 
 
@@ -240,6 +242,11 @@ class _Times:
     def head(self, own: Weight = None) -> float:
         """Logits of all rows. own: a drafter's table in the place of the trunk's."""
         return self.product(WeightCounts.of(own or declared(self.d.cfg).table), self.d.model)
+
+    def draft_head(self, own: Weight) -> float:
+        """Logits of drafts, from a table of their own, or the rows of the trunk's that drafts read."""
+        rows = self.d.draft_rows
+        return self.product(WeightCounts(half=rows), self.d.model) if rows else self.head(own)
 
     def exchange(self, b: BlockWeights) -> Sent:
         """Bytes and seconds of the exchange of one block."""

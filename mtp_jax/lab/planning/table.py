@@ -1,12 +1,12 @@
 """A plan: memory, and speeds and cost for numbers of requests and depths."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.planning.deployment import Deployment, hosts_for, tokens_per_step
-from mtp_jax.lab.planning.memory import Memory, memory, misfit
+from mtp_jax.lab.planning.memory import DraftBytes, Memory, draft_bytes, memory, misfit
 from mtp_jax.lab.planning.prefill import prompt_tokens_per_second
 from mtp_jax.lab.planning.step_time import Band, band, fastest
 
@@ -78,6 +78,11 @@ class Plan:
         """Prompt tokens per second of each GPU, for prompts as long as the context."""
         return prompt_tokens_per_second(self.base)
 
+    @property
+    def draft(self) -> DraftBytes | None:
+        """Weights that a draft reads; None: nothing is drafted."""
+        return draft_bytes(self.base) if any(row.deployment.depth for row in self.rows) else None
+
     def to_dict(self) -> JsonObject:
         """The plan as a JSON object. Pairs are [usual, lean]."""
         d = self.base
@@ -91,6 +96,8 @@ class Plan:
             "cache": d.cache,
             "exchange": d.exchange,
             "memory": [{"drafts": drafts, **_memory(m)} for drafts, m in self.memory.items()],
+            "draft_vocab": d.draft_vocab,
+            "draft_bytes": self.draft and asdict(self.draft),
             "prompt_tokens_per_second_per_gpu": list(self.prompts),
             "rows": [self._row(row) for row in self.rows],
             "notes": list(self.notes),

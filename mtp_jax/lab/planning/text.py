@@ -22,11 +22,18 @@ def _header(plan: Plan, name: str) -> list[str]:
     hosts = f"{d.hosts} host{'s' * (d.hosts > 1)}"
     way = f"experts over all GPUs, {d.exchange}" if d.data > 1 else "experts over all GPUs"
     drafting = f", {nextn} in NextN layers" if d.cfg.nextn_moe else ", no NextN layers"
-    read = _band(plan.prompts, 0)
+    read, draft = _band(plan.prompts, 0), []
+    if (own := plan.draft) is not None:
+        total, among = own.layers + own.table, d.draft_vocab or d.cfg.vocab_size
+        draft = [
+            f"a draft chooses among {among:,} tokens and reads {total / 1e9:.2f} GB of weights, "
+            f"{own.table / total:.0%} of them the output table"
+        ]
     return [
         f"{name}: {trunk} parameters{drafting}; weights in {d.storage.name}, cache in {d.cache}",
         f"{d.gpus} x {d.gpu.name.upper()} in {hosts}, mesh {d.data}x{d.model}; {way}",
         f"prompts of {d.context:,} tokens: {read} tokens/s per GPU, while nothing is decoded",
+        *draft,
         "",
         f"{'GiB per GPU':<16}{'all':>6}{'weights':>8}{'experts':>9}{'reserve':>8}{'cache':>6}"
         f"{'B per token':>12}{'tokens':>12}{'requests':>9}",

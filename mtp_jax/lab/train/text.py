@@ -7,7 +7,7 @@ from pathlib import Path
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.bench.corpus import SourceFile
-from mtp_jax.lab.train.dialogues import dialogues
+from mtp_jax.lab.bench.dialogues import dialogues
 from mtp_jax.lab.train.packages import read_packages, without_copies
 from mtp_jax.lab.train.recipe import Recipe, TextSource
 

@@ -9,6 +9,8 @@ import tokenizers
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.bench.corpus import SourceFile
+from mtp_jax.lab.bench.vocabulary import commonest
+from mtp_jax.model.draft_vocab import FILE, read
 
 DEMO = Path(__file__).parents[3] / "configs" / "demo"
 
@@ -114,6 +116,23 @@ def test_a_tokenizer_that_cuts_or_pads_texts_takes_them_whole(
     read = corpus.read_tokenizer(tmp_path / "tokenizer.json")
     some = held_out[:3]
     assert np.array_equal(corpus.tokens(read, some, seed=1), corpus.tokens(demo, some, seed=1))
+
+
+def test_the_commonest_tokens_are_listed_with_the_ends_of_texts() -> None:
+    counts = np.array([0, 5, 7, 5, 1, 0])
+    assert commonest(counts, 3, [1]) == (2, 1, 3)
+    assert commonest(counts, 9, []) == (2, 1, 3, 4)
+    assert commonest(counts, 3, [4]) == (2, 1, 4)
+    assert commonest(counts, 3, [5, 9]) == (2, 1, 5)
+    with pytest.raises(ConfigError, match="1 tokens to choose among"):
+        commonest(counts, 1, [])
+
+
+def test_the_demo_model_has_a_list_of_its_tokens(demo: tokenizers.Tokenizer) -> None:
+    ids = read(DEMO / FILE, demo.get_vocab_size())
+    assert len(ids) == 2048
+    assert demo.token_to_id(corpus.EOS) in ids
+    assert {demo.decode([i]) for i in ids} >= {"(", ")", ":", "self", " return"}
 
 
 def test_stream_needs_the_special_tokens() -> None:

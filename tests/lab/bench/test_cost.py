@@ -13,6 +13,7 @@ from mtp_jax.lab.bench.cost import of_entries, of_head, of_nextn, of_trunk
 from mtp_jax.lab.bench.subject import load
 from mtp_jax.lab.planning.work import expected_experts
 from mtp_jax.model import backend
+from mtp_jax.model.draft_rows import with_draft_rows
 from mtp_jax.model.narrow import Fp8
 from mtp_jax.model.stack import Stack
 from tests import golden
@@ -89,3 +90,14 @@ def test_a_draft_head_is_read_for_every_draft_and_its_entries_once():
     more = of_trunk(params).touched(wide) - of_trunk(params).touched(narrow)
     drafts = 3 * (of_nextn(params.drafter).always + cost.nbytes(params.drafter.head))
     assert work.bytes - plain.bytes == pytest.approx(more + drafts + of_entries(params.drafter).always)
+
+
+def test_drafts_read_the_rows_that_they_choose_among():
+    found = checkpoint.load(golden.model_dir("rigged"))
+    part, key = with_draft_rows(found.params, range(8), None), StepKey(2, 3, 0, SamplingMode())
+    whole, less = (cost.of_launch(key, found.config, p, 16, "float32", 1) for p in (found.params, part))
+    assert part.draft_rows is not None
+    rest = cost.nbytes(found.params.table) - cost.nbytes(part.draft_rows.table)
+    assert rest > 0
+    assert whole.bytes - less.bytes == 3 * rest
+    assert cost.of_draft(found.params).always - cost.of_draft(part).always == rest

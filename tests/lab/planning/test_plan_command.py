@@ -164,6 +164,19 @@ def test_json_says_what_the_table_says(plan):
     assert f"{usual:.1f}-{lean:.1f}" in line
 
 
+def test_drafts_of_a_part_of_the_vocabulary_read_less(plan):
+    argv = ("DeepSeek-V3", "--requests", "8", "--depths", "0,3", "--json")
+    whole, part = (json.loads(plan(*argv, *more)) for more in ((), ("--draft-vocab", "16384")))
+    assert whole["draft_bytes"]["layers"] == part["draft_bytes"]["layers"]
+    assert [f["draft_bytes"]["table"] for f in (whole, part)] == [129280 * 7168 * 2, 16384 * 7168 * 2]
+    plain, drafting = (list(zip(whole[key], part[key], strict=True)) for key in ("memory", "rows"))
+    assert [b["weights"] - a["weights"] for a, b in plain] == [0, 16384 * 7168 * 2]
+    (still, same), (slow, fast) = ((a["step_seconds"], b["step_seconds"]) for a, b in drafting)
+    assert still == same
+    # Three drafts less the rest of the table, at the highest bandwidth at least.
+    assert slow[1] - fast[1] > 3 * (129280 - 16384) * 7168 * 2 / 4.8e12
+
+
 def test_the_file_itself_will_do(plan):
     assert plan("DeepSeek-V3/config.json") == plan("DeepSeek-V3")
 
@@ -222,6 +235,7 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ("DeepSeek-V3 --context 200000", "context = 200000; the model has positions for 163840"),
         ("DeepSeek-V3 --requests 5000", "5,000 requests are too many: the cache holds 920 requests of 4,096"),
         ("DeepSeek-V3 --depths 0,9", "depth = 9; expected 0 to 8 drafts"),
+        ("DeepSeek-V3 --draft-vocab 129281", "--draft-vocab 129281; expected 1 to 129280 tokens"),
         ("DeepSeek-V3 --accept-rates 1.5", "'1.5' is not a list of numbers from 0 to 1"),
         ("Kimi-K2-Thinking --depths 1", "depth = 1; config.json declares no NextN layer"),
         ("nowhere", "nowhere is not a directory; name one with config.json"),

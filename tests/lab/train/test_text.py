@@ -9,7 +9,7 @@ import pytest
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench.corpus import BOS, EOS, SourceFile
-from mtp_jax.lab.train.dialogues import dialogues
+from mtp_jax.lab.bench.dialogues import dialogues
 from mtp_jax.lab.train.packages import read_packages, without_copies
 from mtp_jax.lab.train.recipe import Package, Recipe, Stage, TextSource
 from mtp_jax.lab.train.text import read_text
