@@ -192,7 +192,7 @@ def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form, rng):
 
     How many blocks another slot needs changes nothing, to the bit.
     """
-    monkeypatch.setattr(cpu_attention, "_BLOCK", (2 * SIZE, 2 * SIZE))
+    monkeypatch.setattr(cpu_attention, "_BLOCK", 2 * SIZE)
     q = queries(rng, 3)
     table = rng.permutation(B * columns).reshape(B, columns)
     rows = rng.normal(size=(B * columns + 1, SIZE, TINY.row.width)).astype(np.float32)

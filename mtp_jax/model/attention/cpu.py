@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.model.attention.cpu_heads import inward, outward
@@ -24,9 +23,8 @@ from mtp_jax.model.params import Attention
 
 # The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
 _LEAST = jnp.finfo(jnp.float32).min
-# Cached rows that absorbed attention takes at a time: a quarter of the table, within these bounds. Smaller
-# blocks cost more in calls than in products; larger blocks do not stay in a core's cache.
-_BLOCK = 64, 128
+# Cached rows that absorbed attention takes at a time. Smaller blocks cost more in calls than in products.
+_BLOCK = 256
 
 Read = Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]]
 """The rows and the mask of a block."""
@@ -81,7 +79,11 @@ class CpuLatent(Latent):
             rows, mask = read(i)
             sees = jnp.broadcast_to(mask[:, None], (*by_head, mask.shape[-1])).reshape(*lead, -1)
             absorbed = form == "absorbed"
-            scores = _dots(flat, rows, (2, 2)) if absorbed else _dots(flat, _keys(rows, wide[0]), (3, 2))
+            if absorbed:
+                # Few queries are a column each: cached rows are read as they lie.
+                scores = _dots(rows, flat, (2, 2)).swapaxes(1, 2)
+            else:
+                scores = _dots(flat, _keys(rows, wide[0]), (3, 2))
             scores = jnp.where(sees, scores * scale, -jnp.inf)
             # The result does not depend on the peak, so its derivative is not computed.
             top = jax.lax.stop_gradient(jnp.maximum(peak, scores.max(axis=-1, keepdims=True)))
@@ -154,7 +156,7 @@ def _blocks(source: Whole | Paged, dtype: Any) -> tuple[Read, Int[Array, ""] | i
     view, page, width, length = source.view, source.cache.page_size, source.width, source.length
     columns = view.page_table.shape[1]
     # Naive attention expands a block for each group of tokens as long as the block.
-    rows = int(np.clip(length // 4, *_BLOCK)) if view.form == "absorbed" else width
+    rows = _BLOCK if view.form == "absorbed" else width
     each = min(max(rows // page, 1), columns)
     table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
     chosen = source.only

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.narrow import ByHead, Narrow, expand, index
-from mtp_jax.model.products.cpu import BLOCK
+from mtp_jax.model.narrow import ByHead, Narrow, expand, index, readable
+from mtp_jax.model.products import cpu_lanes
+from mtp_jax.model.products.cpu import BLOCK, LANED
 
 
 def inward(x: Float[Array, "N T o"], w: ByHead) -> Float[Array, "N T i"]:
@@ -17,7 +18,9 @@ def inward(x: Float[Array, "N T o"], w: ByHead) -> Float[Array, "N T i"]:
 
 
 def outward(x: Float[Array, "N T i"], w: ByHead) -> Float[Array, "N T o"]:
-    """``x[n] @ w[n].T``."""
+    """``x[n] @ w[n].T``: of few rows by loops that widen in registers, as their sums run along the weight."""
+    if readable(w) and x.dtype == jnp.float32 and x.shape[1] <= LANED:
+        return cpu_lanes.product_by_head(x, w)
     return _product(x, w, 2)
 
 

@@ -19,7 +19,7 @@ from mtp_jax.model.products.plain import Products
 _FEW_ROWS, _LEAST_ROWS = 64, 8
 # Loops widen a weight again for each row. Up to this number of rows that costs no more than widening in
 # memory. This is not measured at start-up: the order of sums, and so tokens, must be the same at every start.
-_LANED = 8
+LANED = 8
 # Up to this number of rows the parts of all rows are multiplied together, so that weights are read once.
 _TOGETHER = 32
 # Most values of a widened block of a weight, which a core's cache holds as float32.
@@ -84,7 +84,7 @@ def of_narrow(x: Float[Array, "T i"], w: Bf16 | Fp8 | InStack, matrices: bool) -
     """
     if isinstance(w, Bf16) and matrices and (len(x) > 1 or nbytes(w) > CACHE_BYTES):
         return _in_parts(x, w)
-    return cpu_lanes.product(x, w) if len(x) <= _LANED else _in_blocks(x, w)
+    return cpu_lanes.product(x, w) if len(x) <= LANED else _in_blocks(x, w)
 
 
 def _in_parts(x: Float[Array, "T i"], w: Bf16) -> Float[Array, "T O"]:

@@ -56,6 +56,23 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
         lead, spread, x = (-1, tiles, 1, tile), LeadPlaces((1, tiles, 1, tile), (0, 1, 2, 3), ()), x[0]
     else:
         lead, spread = (-1, tiles, tile), LeadPlaces((1, tiles, rows, tile), (0, 1, 3), (2,))
+    return sum_lanes(_multiplied(w, lead, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
+
+
+def product_by_head(x: Float[Array, "N T i"], w: Narrow) -> Float[Array, "N T o"]:
+    """``x[n] @ w[n].T`` in float32 for a matrix [N, o, i] of each head: for few rows."""
+    heads, rows, outputs = *x.shape[:2], w.shape[1]
+    if rows == 1:
+        spread, x = LeadPlaces((1, heads, outputs), (0, 1, 2), (1,)), x[:, 0]
+    else:
+        spread = LeadPlaces((1, heads, rows, outputs), (0, 1, 3), (1, 2))
+    return sum_lanes(_multiplied(w, (-1, heads, outputs), x, spread)).reshape(heads, rows, outputs)
+
+
+def _multiplied(
+    w: Narrow, lead: tuple[int, ...], x: Float[Array, "*b i"], spread: "LeadPlaces"
+) -> Float[Array, "*c l"]:
+    """``multiply`` of a weight of its own, or of the weight that is read in a stack."""
     own, at = (w.stack, w.at) if isinstance(w, InStack) else (w, None)
 
     def pick(a: jax.Array) -> jax.Array:
@@ -64,7 +81,7 @@ def product(x: Float[Array, "T i"], w: Narrow) -> Float[Array, "T O"]:
         starts = (at, *(0 for _ in a.shape[1:]))
         return jax.lax.dynamic_slice(a, starts, (1, *a.shape[1:]), allow_negative_indices=False)
 
-    return sum_lanes(multiply(own, lead, pick, x, spread)).swapaxes(1, 2).reshape(rows, outputs)
+    return multiply(own, lead, pick, x, spread)
 
 
 class LeadPlaces(NamedTuple):
