@@ -7,7 +7,7 @@ from itertools import chain, product
 
 from mtp_jax.decode.keys import Key, PageKey, SamplingMode, StepKey, buckets
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.depth import adaptive_depths
+from mtp_jax.engine.depth_policy import adaptive_depths
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import MAX_LOGPROBS
 

@@ -6,48 +6,17 @@ wrong choice costs time only. docs/depth.md has the model and the exploration ru
 """
 
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
-from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from mtp_jax.decode.keys import TreeShape
+from mtp_jax.engine.depth_policy import PLAIN, DepthPolicy, DepthRow, StepDepths
+from mtp_jax.engine.step_costs import Costs, Standing
 from mtp_jax.engine.survival import Offered, Survival
-
-
-@dataclass(frozen=True)
-class DepthPolicy:
-    """The parameters of adaptive depth.
-
-    Attributes:
-        budget: share of a bucket's time that the probes of one depth may lose.
-        memory: number of steps after which an observation of drafts and of ended rows counts 1/e.
-        kept: number of newest measurements whose median is a depth's cost, or the machine's pace.
-        block: number of steps of a probe: its first half settles the caches, its second half is measured.
-        margin: share of a step's time that another depth must save before it replaces the incumbent; a probe
-            is taken to lose this share at least.
-        prior: share of drafts that are accepted before any was observed.
-        weight: number of drafts that the prior counts for.
-    """
-
-    budget: float = 0.005
-    memory: float = 200
-    kept: int = 9
-    block: int = 4
-    margin: float = 0.02
-    prior: float = 0.7
-    weight: float = 4
-
-
-StepDepths = tuple[int, int]
-"""Drafts that a step makes for each row, and drafts that it verifies: of each row where both are equal, else
-on average over its slots."""
-
-PLAIN: StepDepths = (0, 0)
 
 
 class _Key(Protocol):
@@ -62,17 +31,6 @@ class _Key(Protocol):
 
 
 K = TypeVar("K", bound=_Key)
-DepthRow = tuple[int, int, int]
-"""Drafts verified, drafts accepted and tokens emitted by one row of a step."""
-
-
-def adaptive_depths(most: int, steps: int | None = None) -> tuple[int, ...]:
-    """The depths that adaptive steps choose from: 0, odd depths and the deepest.
-
-    steps: ``TreeShape.steps``: more drafts than these are a tree, fewer a chain. None: all are chains.
-    """
-    chain = most if steps is None else min(most, steps)
-    return tuple(sorted({0, *range(1, chain + 1, 2), chain, most}))
 
 
 class Yield:
@@ -92,7 +50,7 @@ class Yield:
         self._promised = self._kept = policy.weight
         self.survival = Survival(most, policy.memory, policy.prior, policy.weight)
         self._curve: _Curve | None = None
-        self._tokens = self._expected()
+        self._tokens, self._hoped = self._expected(), self._expected(errors=1)
 
     def add(
         self, way: StepDepths, depths: Sequence[int], rows: Sequence[DepthRow], offered: Offered | None = None
@@ -117,7 +75,7 @@ class Yield:
             self._emitted[way] += n * emitted
         if offered is not None and len(offered.source):
             self._rank(way, offered)
-        self._tokens = self._expected()
+        self._tokens, self._hoped = self._expected(), self._expected(errors=1)
 
     def _rank(self, way: StepDepths, offered: Offered) -> None:
         """Learn from margins. A ranked step's drafts count by their chances, verified or not."""
@@ -134,18 +92,30 @@ class Yield:
             self._curve = self._curve or _Curve(len(self._tried), 1 - self._fade)
             self._curve.add(chance)
 
-    def _expected(self) -> list[float]:
-        """Expected tokens of a row that goes on, at depth 0, 1, 2, ..."""
+    def _expected(self, errors: float = 0) -> list[float]:
+        """Expected tokens of a row that goes on, at depth 0, 1, 2, ...
+
+        Until it was observed, a draft is as good as the draft before it. errors: number of standard errors
+        by which the chance of each draft is taken to be better than its mean.
+        """
         p = self._policy
-        reach = np.cumprod((self._held + p.weight * p.prior) / (self._tried + p.weight))
-        chains = [1.0, *(1 + np.cumsum(reach)).tolist()]
+        chains, chance, reach = [1.0], p.prior, 1.0
+        for held, tried in zip(self._held.tolist(), self._tried.tolist(), strict=True):
+            seen = tried + p.weight
+            chance = (held + p.weight * chance) / seen
+            reach *= min(chance + errors * math.sqrt(chance * (1 - chance) / (seen + 1)), 1)
+            chains.append(chains[-1] + reach)
         walked = self._walked + p.weight * (chains[-1] - 1)
         return chains + [1 + walked / (self._trees + p.weight)] * self._more
 
-    def tokens(self, key: _Key, asked: Mapping[int, int]) -> float:
-        """Expected tokens of a step. asked: numbers of rows, by most drafts to verify."""
+    def tokens(self, key: _Key, asked: Mapping[int, int], hoped: bool = False) -> float:
+        """Expected tokens of a step. asked: numbers of rows, by most drafts to verify.
+
+        hoped: with each draft's chance a standard error better than its mean.
+        """
         way = depth, verified = key.way
-        due = sum(n * self._tokens[min(verified, most)] for most, n in asked.items())
+        by_depth = self._hoped if hoped else self._tokens
+        due = sum(n * by_depth[min(verified, most)] for most, n in asked.items())
         if depth != verified and self._curve:
             rows = sum(asked.values())
             accepted = self._curve.at(verified * key.slots / rows) * self._kept / self._promised
@@ -175,86 +145,27 @@ class _Curve:
         return float(np.interp(verified, self._at, self._accepted))
 
 
-class Costs:
-    """Seconds of one bucket's steps, by way, relative to the machine's pace.
+@dataclass(frozen=True)
+class _Outlook:
+    """The ways of a step: seconds, seconds that each loses, and seconds that it loses in the best case.
 
-    The pace is the time of the incumbent's newest steps, relative to its cost. A slow spell of the machine
-    moves the pace alone. The first steps of a new incumbent are read against the pace of the one before, and
-    renew its cost: where two ways take turns as the incumbent, neither is ever probed.
+    In the best case each draft is a standard error likelier than its mean, and costs are lower by the doubt.
     """
 
-    def __init__(self, policy: DepthPolicy) -> None:
-        def window() -> deque[float]:
-            return deque(maxlen=policy.kept)
+    policy: DepthPolicy
+    seconds: dict[StepDepths, float]
+    loss: dict[StepDepths, float]
+    hoped: dict[StepDepths, float]
 
-        self._policy = policy
-        self._seen: defaultdict[StepDepths, deque[float]] = defaultdict(window)
-        self._cost: dict[StepDepths, float] = {}  # median logarithms
-        self._paces, self._pace = window(), 0.0
-        self._waited: dict[StepDepths, float] = {}
-        # The count of steps, and its value when each way was last measured with settled caches.
-        self._steps, self._settled = 0, dict[StepDepths, int]()
-        # The incumbent, which sets the pace, and the number of its next steps that renew its cost.
-        self._pacer: StepDepths | None = None
-        self._renewals = 0
-        self.incumbent: StepDepths | None = None
+    def pays(self, way: StepDepths, best: StepDepths, steps: int, earned: float) -> bool:
+        """Whether steps of this way instead of the best may lose their seconds, for a hoped gain.
 
-    def known(self, way: StepDepths) -> bool:
-        """Whether the way was ever measured."""
-        return way in self._cost
-
-    def fresh(self, way: StepDepths) -> bool:
-        """Whether it has been measured with settled caches, while serving or in warm-up, and not long ago.
-
-        "Not long ago" means within kept * memory steps.
+        earned: seconds that they may lose in any case.
         """
-        since = self._steps - self._settled.get(way, -math.inf)
-        return since < self._policy.kept * self._policy.memory
-
-    def seconds(self, way: StepDepths) -> float:
-        """Seconds of a step at the present pace."""
-        return exp(self._cost[way] + self._pace)
-
-    @property
-    def every(self) -> dict[StepDepths, float]:
-        """Seconds of a step at the present pace, by way."""
-        return {way: self.seconds(way) for way in self._cost}
-
-    def waited(self, way: StepDepths) -> float:
-        """Seconds of this bucket's steps since this way ran."""
-        return self._waited.get(way, 0.0)
-
-    def add(self, way: StepDepths, seconds: float, settled: bool) -> None:
-        """Add a step's time. settled: whether steps of the same way ran right before it."""
-        for other in self._waited:
-            self._waited[other] += seconds
-        self._waited[way] = 0.0
-        if not self.known(way):
-            self._learn(way, log(seconds) - self._pace)
-        elif settled and way == self.incumbent and not self._renews(way):
-            self._paces.append(log(seconds) - self._cost[way])
-            self._pace = median(self._paces)
-        elif settled:
-            self._learn(way, log(seconds) - self._pace)
-        self._steps += 1
-        if settled:
-            self._settled[way] = self._steps
-
-    def _renews(self, incumbent: StepDepths) -> bool:
-        """Whether a settled step is one of the first since its way became the incumbent.
-
-        The first steps are as many as a probe measures: their median over several turns is right, even if the
-        pace changes.
-        """
-        if incumbent != self._pacer:
-            self._renewals = 0 if self._pacer is None else self._policy.block // 2
-            self._pacer = incumbent
-        self._renewals -= 1
-        return self._renewals >= 0
-
-    def _learn(self, way: StepDepths, level: float) -> None:
-        self._seen[way].append(level)
-        self._cost[way] = median(self._seen[way])
+        least = self.policy.margin * self.seconds[way]
+        lost = max(self.loss[way] - self.loss[best], least)
+        gain = max(self.loss[best] - self.hoped[way] - least, 0)
+        return steps * lost <= earned + self.policy.horizon * gain
 
 
 class DepthController:
@@ -266,8 +177,8 @@ class DepthController:
         self.steps = trees and trees.steps
         self._yield = Yield(most, policy, self.steps)
         self._costs: defaultdict[Any, Costs] = defaultdict(lambda: Costs(policy))
-        # The current probe: its way, and the number of its steps that are left.
-        self._probe, self._left = PLAIN, 0
+        # The current probe: its way, the number of its steps that are left, and seconds that it may lose.
+        self._probe, self._left, self._earned = PLAIN, 0, 0.0
         # The way of the last step that was read, and the number of such steps read in a row.
         self._way, self._row = PLAIN, 0
         # Recent seconds: all; those of steps with a cost at depth 0; the same tokens' seconds at depth 0.
@@ -277,6 +188,10 @@ class DepthController:
         """Forget all costs: the next steps measure every way anew."""
         self._costs.clear()
         self._took = self._covered = self._plain = 0.0
+
+    def warm_up(self, keys: Sequence[K]) -> Iterator[K]:
+        """Steps of a warm-up: two probes of each key, apart, as a disturbance may hit a whole probe."""
+        return (key for key in (*keys, *keys) for _ in range(self.policy.block))
 
     def costs(self, key: _Key) -> Costs:
         """The costs of the key's bucket."""
@@ -311,7 +226,8 @@ class DepthController:
         self._way = way
         costs = self.costs(key)
         if seconds > 0:  # the clock may be too coarse for a tiny step
-            costs.add(way, seconds, self._row > self.policy.block // 2)
+            settled = Standing.SERVED if rows else Standing.EMPTY
+            costs.add(way, seconds, settled if self._row > self.policy.block // 2 else Standing.FIRST)
         self._yield.add(way, depths, rows, offered)
         if any(depths) and (emitted := sum(row[2] for row in rows)):
             self._compare(costs, way, seconds, emitted / len(rows))
@@ -350,30 +266,46 @@ class DepthController:
         rate. A step with prompt tokens needs a price, the ``rate`` of steps without them: prompt tokens take
         time at any depth, so tokens per second would favour deep steps.
         """
-        by_way, p = {k.way: k for k in keys}, self.policy
+        by_way = {k.way: k for k in keys}
         costs = {way: self.costs(k) for way, k in by_way.items()}
         if len(by_way) == 1:
             costs[keys[0].way].incumbent = keys[0].way
             return keys[0]
-        if self._left and self._probe in by_way:
-            self._left -= 1
-            return by_way[self._probe]
+        unknown = [way for way in by_way if not costs[way].known(way)]
+        begun = self._left > 0 and self._probe in by_way
+        if begun and (unknown or math.isinf(self._earned)):
+            return by_way[self._go_on()]
+        if unknown:
+            return by_way[self._begin(max(unknown), math.inf)]
+        outlook = self._outlook(by_way, costs, Counter(depths), price)
+        best = self._incumbent(outlook.loss, outlook.seconds, costs)
+        if begun and outlook.pays(self._probe, best, self._left, self._earned):
+            return by_way[self._go_on()]
         self._left = 0
-        if unknown := [way for way in by_way if not costs[way].known(way)]:
-            return by_way[self._begin(max(unknown))]
-        asked = Counter(depths)
+        # More ways have no more to lose together than the depths would have.
+        budget = self.policy.budget * sum(made == verified for made, verified in by_way) / len(by_way)
+        for way in sorted(by_way, reverse=True):
+            earned = costs[way].waited(way) * budget
+            if way != best and outlook.pays(way, best, self.policy.block, earned):
+                return by_way[self._begin(way, earned)]
+        return by_way[best]
+
+    def _outlook(
+        self,
+        by_way: Mapping[StepDepths, _Key],
+        costs: Mapping[StepDepths, Costs],
+        asked: Mapping[int, int],
+        price: float | None,
+    ) -> "_Outlook":
         seconds = {way: costs[way].seconds(way) for way in by_way}
         tokens = {way: self._yield.tokens(k, asked) for way, k in by_way.items()}
         price = price or max(tokens[way] / seconds[way] for way in by_way)
         loss = {way: seconds[way] - tokens[way] / price for way in by_way}
-        best = self._incumbent(loss, seconds, costs)
-        # More ways have no more to lose together than the depths would have.
-        budget = p.budget * sum(made == verified for made, verified in by_way) / len(by_way)
-        for way in by_way:
-            lost = p.block * max(loss[way] - loss[best], p.margin * seconds[way])
-            if way != best and costs[way].waited(way) * budget >= lost:
-                return by_way[self._begin(way)]
-        return by_way[best]
+        hoped = {}
+        for way, key in by_way.items():
+            least = seconds[way] / (1 if costs[way].served(way) else 1 + self.policy.doubt)
+            hoped[way] = least - self._yield.tokens(key, asked, hoped=True) / price
+        return _Outlook(self.policy, seconds, loss, hoped)
 
     def _incumbent(
         self,
@@ -390,6 +322,10 @@ class DepthController:
         costs[best].incumbent = best
         return best
 
-    def _begin(self, way: StepDepths) -> StepDepths:
-        self._probe, self._left = way, self.policy.block - 1
-        return way
+    def _begin(self, way: StepDepths, earned: float) -> StepDepths:
+        self._probe, self._left, self._earned = way, self.policy.block, earned
+        return self._go_on()
+
+    def _go_on(self) -> StepDepths:
+        self._left -= 1
+        return self._probe

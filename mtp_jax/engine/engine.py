@@ -32,7 +32,8 @@ from mtp_jax.engine.balance import Balancer
 from mtp_jax.engine.buckets import Buckets, ChunkPrompts
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.dead_end import NO_TOKEN, look_ahead
-from mtp_jax.engine.depth import DepthController, adaptive_depths
+from mtp_jax.engine.depth import DepthController
+from mtp_jax.engine.depth_policy import adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.request import Request, Terms
 from mtp_jax.engine.results import Launched, logprobs, prompt_logprobs
@@ -157,7 +158,7 @@ class Engine:
     def warm_up(self, keys: Iterable[Key]) -> None:
         """Run compiled programs over empty slots: the first run of each takes many times longer.
 
-        Each step that adaptive depth chooses from then runs for the length of a probe, and is measured.
+        Each step that adaptive depth chooses from then runs for two probes, and is measured.
         Nothing happens while requests are served, or the engine is asleep.
         """
         new = [k for k in dict.fromkeys(keys) if k not in self._warm]
@@ -171,10 +172,9 @@ class Engine:
                 held = self.runner.do(launches.ReadPages(0, pages)).read()
                 self.runner.do(launches.WritePages(0, pages, held))
         steps = [k for k in new if isinstance(k, StepKey) and k.slots] if self.config.adaptive_depth else []
-        for key in (k.at(d) for k in steps for d in self._depths(k)):
-            for _ in range(self.depth.policy.block):
-                seconds = self._arrive(self._run(key, self._chunk(key), []))[1]
-                self.depth.learn(key, seconds + self._deferring(key), [], [])
+        for key in self.depth.warm_up([k.at(d) for k in steps for d in self._depths(k)]):
+            seconds = self._arrive(self._run(key, self._chunk(key), []))[1]
+            self.depth.learn(key, seconds + self._deferring(key), [], [])
 
     def _depths(self, key: StepKey) -> Sequence[int]:
         """The depths at which this executable will run."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Runner
 from mtp_jax.engine.buckets import Buckets, ChunkPrompts
-from mtp_jax.engine.depth import DepthController, adaptive_depths
+from mtp_jax.engine.depth import DepthController
+from mtp_jax.engine.depth_policy import adaptive_depths
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.results import Launched
 from mtp_jax.engine.scheduler import Scheduler

@@ -17,7 +17,8 @@ from statistics import mean
 import numpy as np
 
 from mtp_jax.decode.keys import Origin
-from mtp_jax.engine.depth import DepthController, StepDepths, adaptive_depths
+from mtp_jax.engine.depth import DepthController
+from mtp_jax.engine.depth_policy import StepDepths, adaptive_depths
 from mtp_jax.engine.survival import Offered
 from mtp_jax.simulate.ranking import likeliest
 from tests.engine.worlds import Key
@@ -91,10 +92,9 @@ def over_best_uniform(world: Mixed, seed: int, ranked: bool = True) -> tuple[flo
     controller, rng = DepthController(MOST), np.random.default_rng(seed)
     keys = [Key(world.rows, d) for d in DEPTHS]
     keys += [Key(world.rows, MOST, kept=d) for d in DEPTHS[1:-1] if ranked]
-    for key in keys:  # the engine's warm-up, over empty slots
-        for _ in range(controller.policy.block):
-            seconds = world.seconds(key.way) * math.exp(rng.normal(0, world.jitter))
-            controller.learn(key, seconds, [], [])
+    for key in controller.warm_up(keys):  # over empty slots
+        seconds = world.seconds(key.way) * math.exp(rng.normal(0, world.jitter))
+        controller.learn(key, seconds, [], [])
     tokens = spent = through = 0.0
     caps = [MOST] * world.rows
     for shown, correct, slow in zip(margins, right, jitter, strict=True):

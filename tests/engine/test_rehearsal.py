@@ -6,7 +6,7 @@ import pytest
 
 from mtp_jax.api.local import local_runner
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.engine.depth import DepthPolicy
+from mtp_jax.engine.depth_policy import DepthPolicy
 from mtp_jax.engine.engine import Engine
 from tests.engine.device import on_device
 from tests.engine.plain import widest
@@ -41,8 +41,8 @@ def test_nothing_is_left_of_it():
     assert sum(sum(accepted(r)) for r in first) > 0
 
 
-# Its first run is not measured; then it runs for the length of a probe at each depth, 1 and 3.
-@pytest.mark.parametrize(("adaptive", "runs"), [(False, 1), (True, 1 + 2 * DepthPolicy().block)])
+# Its first run is not measured; then it runs for the length of two probes at each depth, 1 and 3.
+@pytest.mark.parametrize(("adaptive", "runs"), [(False, 1), (True, 1 + 2 * 2 * DepthPolicy().block)])
 def test_every_program_as_often_as_needed_and_never_beside_requests(adaptive, runs):
     engine, device = on_device(adaptive_depth=adaptive)
     key = StepKey(1, 3, 1, SamplingMode())

@@ -9,7 +9,7 @@ import pytest
 
 from mtp_jax.decode import ranking
 from mtp_jax.decode.keys import Origin
-from mtp_jax.engine.depth import DepthPolicy
+from mtp_jax.engine.depth_policy import DepthPolicy
 from mtp_jax.engine.survival import Offered, Survival
 from tests.engine.mixed_rows import Mixed, over_best_uniform, worlds
 from tests.rounding import near

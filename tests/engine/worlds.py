@@ -22,7 +22,8 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_jax.engine.depth import DepthController, DepthPolicy, DepthRow, StepDepths, adaptive_depths
+from mtp_jax.engine.depth import DepthController
+from mtp_jax.engine.depth_policy import DepthPolicy, DepthRow, StepDepths, adaptive_depths
 
 MOST = 3
 DEPTHS = adaptive_depths(MOST)
@@ -147,11 +148,11 @@ class Run:
         """Measure every program over empty slots, where it takes somewhat more or less time than else."""
         assert isinstance(self.controller, DepthController)
         for slots in self.sizes:
-            for key in (k for chunk in {0, self.world.chunk} for k in keys_of(slots, chunk)):
-                typical = self.world.seconds(0, key) * math.exp(self.rng.gauss(0, 0.1))
-                for _ in range(self.controller.policy.block):
-                    noise = math.exp(self.rng.gauss(0, self.world.noise))
-                    self.controller.learn(key, typical * noise, [], [])
+            keys = [k for chunk in {0, self.world.chunk} for k in keys_of(slots, chunk)]
+            typical = {k: self.world.seconds(0, k) * math.exp(self.rng.gauss(0, 0.1)) for k in keys}
+            for key in self.controller.warm_up(keys):
+                noise = math.exp(self.rng.gauss(0, self.world.noise))
+                self.controller.learn(key, typical[key] * noise, [], [])
 
     def rate(self) -> float:
         """Tokens per second of the whole run."""
