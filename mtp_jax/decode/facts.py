@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,13 @@ def _source() -> str:
 
 def _files() -> Iterator[tuple[Path, os.stat_result]]:
     """The files with code that can trace, or that it reads, in one order."""
-    for package in sorted(_OURS):
-        for top in sorted(Path(sys.modules[package].__path__[0]).iterdir()):
-            if package == "mtp_jax" and top.stem not in TRACING:
-                continue
-            for path in (top, *sorted(top.rglob("*"))):
-                if path.suffix in (".py", ".toml"):
-                    yield path, path.stat()
+    kernels = find_spec("kernels_pallas")
+    tops = [Path(kernels.origin).parent] if kernels and kernels.origin else []
+    tops += [path for path in Path(__file__).parents[1].iterdir() if path.stem in TRACING]
+    for top in sorted(tops):
+        for path in (top, *sorted(top.rglob("*"))):
+            if path.suffix in (".py", ".toml"):
+                yield path, path.stat()
 
 
 @cache
