@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mtp_jax.decode.drafter.protocol import FINAL
 from mtp_jax.lab.train.learner import Drafted, Learner, Teacher
@@ -115,14 +115,14 @@ def drafts_of(task: Task, params: Params, windows: StateWindows) -> Iterator[Dra
 def _figures(task: Task, k: int, params: Params, drafted: Drafted) -> tuple[Array, Array, Array]:
     """(Objective, whether the most likely tokens agree, overlap) of every row of draft ``k``."""
     given, ids = task.head.logits(params, task.on, k, drafted), task.head.ids(params)
-    loss, same, overlap = _compared(task, given, drafted, ids)
+    loss, same, overlap = compared(task, given, drafted, ids)
     # Logits that learn nothing from a choice among their best tokens learn by themselves.
     if (candidates := task.head.candidates(params, task.on, drafted)) is not None:
-        loss += _compared(task, candidates, drafted, ids)[0]
+        loss += compared(task, candidates, drafted, ids)[0]
     return loss, same, overlap
 
 
-def _compared(
+def compared(
     task: Task, given: Float[Array, "R v"], drafted: Drafted, ids: Int[Array, " v"] | None
 ) -> tuple[Array, Array, Array]:
     """``_figures`` of logits. given: -inf for tokens that are never drafted. ids: the tokens; None: all."""
@@ -137,9 +137,15 @@ def _compared(
         wanted = jax.nn.log_softmax(jnp.where(drafts, teacher.logits, _NEVER))
         loss = (jnp.exp(wanted) * (wanted - log_q)).sum(-1)
     else:
-        at = drafted.tokens if ids is None else jnp.searchsorted(ids, drafted.tokens)  # ids ascend
-        chosen = jnp.take_along_axis(log_q, at[:, None], axis=-1, mode="clip")[:, 0]
-        known = True if ids is None else ids[jnp.minimum(at, len(ids) - 1)] == drafted.tokens
+        at, known = (drafted.tokens, True) if ids is None else _found(ids, drafted.tokens)
+        chosen = jnp.take_along_axis(log_q, at[:, None], axis=-1)[:, 0]
         loss = jnp.where(known & (chosen > _NEVER / 2), -chosen, 0)
     best = logits.argmax(-1)
     return loss, (best if ids is None else ids[best]) == teacher.best, overlap
+
+
+def _found(ids: Int[Array, " v"], tokens: Int[Array, " R"]) -> tuple[Int[Array, " R"], Bool[Array, " R"]]:
+    """(A place of each token among ``ids``, whether it is there)."""
+    order = jnp.argsort(ids)
+    at = order[jnp.minimum(jnp.searchsorted(ids, tokens, sorter=order), len(ids) - 1)]
+    return at, ids[at] == tokens

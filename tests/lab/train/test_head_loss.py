@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.checkpoint import Loaded, load
 from mtp_jax.decode.drafter.protocol import FINAL
 from mtp_jax.errors import ConfigError
-from mtp_jax.lab.train.head_loss import Task, drafts_of, objective, split
-from mtp_jax.lab.train.learner import learner_of
+from mtp_jax.lab.train.head_loss import Task, compared, drafts_of, objective, split
+from mtp_jax.lab.train.learner import Drafted, Teacher, learner_of
 from mtp_jax.lab.train.mixed import differentiable
 from mtp_jax.lab.train.start import begin
 from mtp_jax.lab.train.states import StateWindows
@@ -93,12 +94,15 @@ def test_what_is_tuned_is_what_drafts(variant: str) -> None:
         return (logits, drafts), trunk.logits(params, given.states[FINAL][0, at], ON)
 
     (logits, drafts), teacher = made(params, given)
+    some = head.ids(params)
+    tokens = np.arange(cfg.vocab_size) if some is None else np.asarray(some)
     for k, drafted in enumerate(drafts):
         got = np.asarray(logits[k][row])
-        assert got.argmax() == ids[k]
+        assert tokens[got.argmax()] == ids[k]
+        assert drafted.teacher.best[row] == teacher[k].argmax()
         assert drafted.counts[row]
         assert drafted.tokens[row] == ids[k]
-        near(drafted.teacher.logits[row], teacher[k], cfg.hidden_size)
+        near(drafted.teacher.logits[row], teacher[k][tokens], cfg.hidden_size)
         if recursive:
             near(got[np.isfinite(got)], want["draft_rec_logits"][k], of_model(cfg, len(text)))
 
@@ -189,3 +193,23 @@ def test_drafters_of_v4_are_not_tuned(tmp_path: Path) -> None:
     for cfg in (v4.model(), v4.staged()):
         with pytest.raises(ConfigError, match="MTP layers and DSpark stages are not tuned here"):
             learner_of(cfg)
+
+
+def test_a_head_of_some_tokens_is_compared_over_them(rng: np.random.Generator) -> None:
+    """The divergence is from the trunk's distribution of these tokens, the overlap is with that of all."""
+    ids, tokens = np.array([7, 2, 5]), np.array([2, 3, 7, 5])
+    whole, own = rng.normal(size=(4, 9)).astype(np.float32), rng.normal(size=(4, 3)).astype(np.float32)
+    whole[0, 2] = whole[1, 3] = 9
+    own[:2, 1] = 9
+    p, some, q = softmax(whole, axis=-1)[:, ids], softmax(whole[:, ids], axis=-1), softmax(own, axis=-1)
+    text = -np.log(q)[range(4), [1, 0, 0, 2]]
+    text[1] = 0  # token 3 is never drafted
+    wanted = {"kl": (some * np.log(some / q)).sum(-1), "tv": 1 - np.minimum(p, q).sum(-1), "text": text}
+    teacher = Teacher.of(jnp.asarray(whole), jnp.asarray(ids))
+    given: Any = own, teacher, tokens, tokens, np.ones(4, bool)
+    for kind, losses in wanted.items():
+        task: Any = SimpleNamespace(objective=kind)
+        loss, same, overlap = compared(task, jnp.asarray(own), Drafted(*given), jnp.asarray(ids))
+        near(loss, losses, 9, size=9)
+        near(overlap, 1 - wanted["tv"], 9)
+        assert same[:2].tolist() == [True, False]
