@@ -212,8 +212,7 @@ class Simulated(NoPrograms):
             hidden = mix(total)
             token = self._choose(slot, hidden, None if along is None else along[k], k, counts)
             if not (well and self.language.right(newest, k)):
-                words = self.language.spoken
-                token = words[(words.index(token) + 1) % len(words)] if token in words else words[0]
+                token = self.language.another(token)
             drafts.append(token)
             if not slot.plain:
                 counts = counts.copy()
@@ -249,11 +248,14 @@ class Simulated(NoPrograms):
         if slot.plain and allowed is None:
             return self.language.next(hidden, slot.heat)
         s, logits = slot.sampling, self.language.logits(hidden, slot.heat)
-        seen = (counts > 0) | s.prompt_mask[0]
-        logits = np.where(seen, np.where(logits > 0, logits / s.repetition, logits * s.repetition), logits)
-        logits = logits - s.presence * (counts > 0) - s.frequency * counts + s.logit_bias[0]
-        if slot.generated + ahead < s.min_tokens[0]:
-            logits[s.stop_mask[0]] = -np.inf
+        if not slot.plain:
+            seen = (counts > 0) | s.prompt_mask[0]
+            logits = np.where(
+                seen, np.where(logits > 0, logits / s.repetition, logits * s.repetition), logits
+            )
+            logits = logits - s.presence * (counts > 0) - s.frequency * counts + s.logit_bias[0]
+            if slot.generated + ahead < s.min_tokens[0]:
+                logits[s.stop_mask[0]] = -np.inf
         if allowed is not None:
             bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[: len(logits)]
             logits[bits == 0] = -np.inf

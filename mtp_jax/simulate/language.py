@@ -107,6 +107,10 @@ class Language:
         word, ends = self._first(hidden, heat)
         return self.ends[0] if ends else self.spoken[word]
 
+    def another(self, token: int) -> int:
+        """A word that is not this token, where there are two."""
+        return self.spoken[(self._place.get(token, -1) + 1) % len(self.spoken)]
+
     def right(self, hidden: int, k: int) -> bool:
         """Whether the k-th draft after a hidden state is the next token, by ``rates``."""
         return mix(hidden + 2 + k) < self.rates[min(k, len(self.rates) - 1)] * MASK
@@ -141,8 +145,9 @@ class Language:
         """Logits of all tokens, float32 [vocab], or as a row that samples draws them."""
         word, ends = self._first(hidden, heat)
         found = np.full(self.vocab, -_FLOOR, np.float32)
-        ranks = (np.arange(len(self.spoken)) - word) % len(self.spoken) + ends
-        found[np.asarray(self.spoken)] = -np.minimum(ranks, _FLOOR)
+        count = len(self.spoken)
+        first = [self.spoken[(word + i) % count] for i in range(min(_FLOOR, count))]  # others have the floor
+        found[first] = -np.arange(len(first)) - ends
         if ends:
             found[self.ends[0]] = 0
         return found
