@@ -106,9 +106,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     outside = _outside(options, engine)
     if engine.law:
         _LOG.warning("%s, whatever the model says: for benchmarks alone", engine.law)
-    num_nextn_layers = options.num_nextn_layers
-    if not engine.num_speculative_tokens and options.draft_model is None and num_nextn_layers is None:
-        num_nextn_layers = 0  # the folder need not have the layers that its config.json declares
+    num_nextn_layers = _nextn_layers(options, engine)
     on = backend_of(engine, options.mesh)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
@@ -128,11 +126,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
         config, params = loaded.config, loaded.params
-        if options.drafter is not None and outside is None and config.drafter is None:
-            raise ConfigError(
-                f"drafter = {options.drafter!r:.200} is a kind of head, and {directory} has none; name the "
-                "head's folder, draft_model"
-            )
+        _check_head(options, config, outside, directory)
         del loaded  # so that its weights are freed one by one
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     with report.phase("compare"):
@@ -140,18 +134,46 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     if options.draft_vocab is None and not shares_table(params):
         engine = replace(engine, draft_vocab=None)
     config, room = _with_eos(config, tokenizer), None
-    if not (config.drafts or outside or options.asks_for_drafts):
+    drafting = replace(config, drafter=outside) if outside else config
+    if not (drafting.drafts or options.asks_for_drafts):
         _LOG.warning("%s has no NextN layers: no tokens are drafted; a head (draft_model) may", directory)
         engine = engine.without_drafts()
-    decoding = decoding_of(replace(config, drafter=outside) if outside else config, engine, on)
+    decoding = decoding_of(drafting, engine, on)
     if engine.memory_fraction is not None:
         with report.phase("size cache"):
             engine, room = sized(decoding, params, engine, tokenizer is not None)
-    # Ranks must compile together. A program is loaded without XLA's options, which has been seen to be right
-    # on a CPU alone, and for the first device.
-    alone = options.group is None and jax.config.values["jax_default_device"] is None
-    kept = folder if alone and jax.default_backend() == "cpu" else None
+    kept = folder if _keeps_programs(options) else None
     return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, room=room)
+
+
+def _keeps_programs(options: LLMOptions) -> bool:
+    """Whether programs are kept for later processes.
+
+    Ranks must compile together. A program is loaded without XLA's options, which has been seen to be right on
+    a CPU alone, and for the first device.
+    """
+    alone = options.group is None and jax.config.values["jax_default_device"] is None
+    return alone and jax.default_backend() == "cpu"
+
+
+def _nextn_layers(options: LLMOptions, engine: EngineConfig) -> int | None:
+    """NextN layers to load, None: all."""
+    if (
+        engine.num_speculative_tokens
+        or options.draft_model is not None
+        or options.num_nextn_layers is not None
+    ):
+        return options.num_nextn_layers
+    return 0  # the folder need not have the layers that its config.json declares
+
+
+def _check_head(options: LLMOptions, config: ModelConfig, outside: Outside | None, directory: Path) -> None:
+    """Raise ConfigError for a kind of head of which the model has none."""
+    if options.drafter is not None and outside is None and config.drafter is None:
+        raise ConfigError(
+            f"drafter = {options.drafter!r:.200} is a kind of head, and {directory} has none; name the "
+            "head's folder, draft_model"
+        )
 
 
 def _outside(options: LLMOptions, engine: EngineConfig) -> Outside | None:

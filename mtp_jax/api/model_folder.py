@@ -26,7 +26,7 @@ def model_folder(
     A conversion lies in the cache below the digest of its file, under the file's name. It is written to
     another folder first, so that a conversion which is interrupted leaves nothing there.
 
-    revision: of a hub's model. weights: False: its weights are not fetched.
+    revision: branch, tag or commit of a hub's model. weights: False: its weights are not fetched.
 
     Raises ConfigError where a library or a home folder is missing, or the hub does not give the model,
     CheckpointError for a file that cannot be read, and OSError.

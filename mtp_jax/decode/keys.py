@@ -74,7 +74,7 @@ class TreeShape:
 
     @classmethod
     def _given(cls, text: str) -> "TreeShape":
-        """The tree of a list in JSON: for every node the ranks on its way, parents first."""
+        """The tree of a list in JSON, which has the ranks on each node's way, parents first."""
         try:
             ways = [tuple(map(operator.index, way)) for way in json.loads(text)]
         except (ValueError, TypeError, RecursionError) as e:

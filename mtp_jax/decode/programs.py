@@ -208,7 +208,7 @@ class Programs:
     def _built(
         self, name: str, key: Key | None, lower: Callable[[], jax.stages.Lowered], serves: bool = True
     ) -> Any:
-        """A program that was kept, or compiled from what ``lower`` returns.
+        """A program that was kept, or compiled from the result of ``lower``.
 
         name, key: name it among the programs of this runner. serves: whether it is compiled for serving.
         """

@@ -111,7 +111,7 @@ class Yield:
     def tokens(self, key: _Key, asked: Mapping[int, int], hoped: bool = False) -> float:
         """Expected tokens of a step. asked: numbers of rows, by most drafts to verify.
 
-        hoped: with each draft's chance a standard error better than its mean.
+        hoped: take each draft's chance as a standard error better than its mean.
         """
         way = depth, verified = key.way
         by_depth = self._hoped if hoped else self._tokens

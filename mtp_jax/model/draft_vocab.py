@@ -15,7 +15,7 @@ AskedVocab = int | str | Path | Sequence[int] | None
 def listed(asked: AskedVocab, folders: Sequence[str | Path], vocab: int) -> tuple[int, ...] | None:
     """The tokens that are asked for; None: all.
 
-    folders: of the model, and of the drafter if it has its own, whose list goes first. vocab: number of the
+    folders: the model's, and the drafter's if it has its own, whose list goes first. vocab: number of the
     model's tokens. Raises ConfigError for a list that is damaged, or has fewer tokens than asked for.
     """
     if isinstance(asked, str | Path):

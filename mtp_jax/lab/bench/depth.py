@@ -96,7 +96,7 @@ class DepthLoad:
         max_tokens: number of tokens of each completion.
         synthetic_acceptance: the law of depths above 0, as the option of ``LLM``.
         draft_vocab: numbers of tokens that drafts choose among, each of them measured at every depth; 0: all;
-            none: as the model's list says.
+            none: the model's own list.
     """
 
     depths: Sequence[int]

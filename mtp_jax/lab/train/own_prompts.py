@@ -15,7 +15,7 @@ LONGEST = 128
 
 # Below 0.7 the same questions come again, above 1 a small model writes no language.
 _TEMPERATURES = (0.7, 0.85, 1.0)
-# Of answers: a head is used greedily and with sampling.
+# Temperatures of answers: a head is used greedily and with sampling.
 _ANSWERS = (0.0, 0.7, 1.0)
 _WAVES = 4  # of requests in a round, which is written as a whole
 _FEWEST = 0.05  # share of a round that must be new prompts
