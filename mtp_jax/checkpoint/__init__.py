@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from jax.sharding import Mesh
 
-from mtp_jax.checkpoint.formats import FOUR_BITS, STORED
+from mtp_jax.checkpoint.formats import FOUR_BITS, FP8_BY_HEAD, STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
 from mtp_jax.checkpoint.plan import make_plan
 from mtp_jax.checkpoint.read import Loaded, Loader, OnProgress
@@ -91,4 +91,6 @@ def formats_kept(dtype: str, narrow: NarrowWeights | None = None, mesh: Mesh | N
         return frozenset()
     on_gpu = dtype == "bfloat16" and is_hopper()
     on_cpu = narrow == "multiplied" and dtype == "float32" and platform() == "cpu" and mesh is None
-    return keep if narrow == "keep" or on_gpu or on_cpu else FOUR_BITS
+    if on_cpu:
+        return keep
+    return keep - {FP8_BY_HEAD.name} if narrow == "keep" or on_gpu else FOUR_BITS

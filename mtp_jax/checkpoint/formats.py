@@ -173,6 +173,18 @@ class _InFp8:
         return FP8_BLOCK, FP8_BLOCK
 
 
+class _InFp8ByHead(_InFp8):
+    """A part of every head's rows of an e4m3 weight, where heads end with blocks; for a CPU alone."""
+
+    name = "fp8 by head"
+
+    def can_stay(self, spec: Spec) -> bool:
+        if spec.rows is None or spec.tensor_shape[0] // spec.shape[0] % FP8_BLOCK:
+            return False
+        start, stop = spec.rows
+        return start % FP8_BLOCK == 0 or stop <= -(-start // FP8_BLOCK) * FP8_BLOCK
+
+
 class _InInt4:
     """compressed-tensors' pack-quantized format."""
 
@@ -285,8 +297,9 @@ class _InFp4:
 
 
 FP8, INT4, FP4, BF16 = _InFp8(), _InInt4(), _InFp4(), _InBf16()
+FP8_BY_HEAD = _InFp8ByHead()
 FORMATS: tuple[Format, ...] = (FP8, INT4, FP4)
-STORED: tuple[Stored, ...] = (*FORMATS, BF16)
+STORED: tuple[Stored, ...] = (*FORMATS, BF16, FP8_BY_HEAD)
 # A quarter of bfloat16's bytes: they stay so in memory on every device.
 FOUR_BITS = frozenset((INT4.name, FP4.name))
 

@@ -148,16 +148,21 @@ def scale_name(weight: str) -> str:
 def scale_spec(spec: Spec) -> Spec:
     """The spec of the scales of an FP8 weight.
 
-    ``spec`` must be a whole weight: one without ``rows``.
+    ``rows`` of a spec, if it has any, must lie in blocks that no other head has a part of.
     """
     stacked = _stacked(spec.names)
     blocks = tuple(-(-n // FP8_BLOCK) for n in spec.tensor_shape)
+    names = _renamed(spec.names, scale_name)
     inner = spec.axes[stacked:]
+    if spec.rows is not None:
+        rows = spec.rows[0] // FP8_BLOCK, -(-spec.rows[1] // FP8_BLOCK)
+        shape = spec.shape[0], rows[1] - rows[0], blocks[1]
+        return Spec(shape, spec.axes, names, blocks, float32=True, rows=rows)
     if len(inner) == 3:  # rows or columns are split into groups; blocks follow the groups
         inner = (inner[0], inner[2]) if spec.shape[-1] == spec.tensor_shape[1] else (inner[0], inner[1])
 
     shape, axes = (*spec.shape[:stacked], *blocks), (*spec.axes[:stacked], *inner)
-    return Spec(shape, axes, _renamed(spec.names, scale_name), blocks, float32=True)
+    return Spec(shape, axes, names, blocks, float32=True)
 
 
 def columns_spec(spec: Spec, rename: Callable[[str], str], columns: int) -> Spec:

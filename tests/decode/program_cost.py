@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from mtp_jax.api.demo import demo_model
+from mtp_jax.checkpoint.formats import FP8, FP8_BY_HEAD
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import SamplingMode, StepKey
@@ -86,8 +87,8 @@ def bf16(spec: Spec) -> Any:
 
 
 def fp8(spec: Spec) -> Any:
-    """As an FP8 checkpoint is kept: tables in bfloat16, ``kv_b`` in float32."""
-    if spec.float32 or len(spec.tensor_shape) < 2 or spec.rows is not None:
+    """As an FP8 checkpoint is kept: tables in bfloat16, ``kv_b`` where heads end with blocks."""
+    if spec.float32 or len(spec.tensor_shape) < 2 or not (FP8.can_stay(spec) or FP8_BY_HEAD.can_stay(spec)):
         return float32(spec)
     if spec.init == "embedding":
         return bf16(spec)

@@ -71,10 +71,11 @@ def test_products_of_any_number_of_rows(rng, kind, shape, matrices):
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 40), pytest.param((4, 128, 768), marks=pytest.mark.rest)], ids=str)
-def test_products_by_head(rng, shape):
+@each_kind
+def test_products_by_head(rng, kind, shape):
     """Of a layer's own weight and of one in a stack; heads that a cache holds together, and more."""
-    stack = bf16(rng, (2, *shape))
-    weights = Bf16(stack.values[1], stack.bits[1]), InStack(stack, jnp.int32(1))
+    stack = kind(rng, (2, *shape))
+    weights = jax.tree.map(lambda a: a[1], stack), InStack(stack, jnp.int32(1))
     given = [
         tuple(rng.normal(size=(shape[0], rows, n)).astype(np.float32) for n in shape[1:])
         for rows in (1, 8, 9)

@@ -19,7 +19,10 @@ from kernels_pallas.quantised import whole_tiles
 from kernels_pallas.rms_norm import reference as norm_reference
 from kernels_pallas.router import reference as router_reference
 from mtp_jax.api.propose import propose
-from mtp_jax.checkpoint import load, save
+from mtp_jax.checkpoint import formats_kept, load, save
+from mtp_jax.checkpoint.formats import FP8_BY_HEAD, staying
+from mtp_jax.checkpoint.read import on_host
+from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import trunk
 from mtp_jax.model.attention import hopper as by_kernels
@@ -163,13 +166,40 @@ def test_weights_stay_fp8_by_themselves_where_kernels_multiply_them(monkeypatch)
 
 
 def test_weights_stay_fp8_in_an_engine_on_a_cpu():
-    """But for the parts of kv_b, of which no product reads narrow ones."""
+    """But for the parts of a kv_b in which heads share blocks."""
     params = load(model_dir("fp8"), narrow="multiplied").params
     attention = params.layers[0].attention
     assert isinstance(attention, Attention)
     assert len(fp8_leaves(params)) == len(fp8_leaves(kept("fp8").params))
     assert not is_fp8(attention.k_up)
     assert not fp8_leaves(load(model_dir("fp8"), narrow="multiplied", mesh=make_mesh(1, 2)).params)
+
+
+@pytest.mark.parametrize(("nope", "v"), [(64, 64), (128, 256)])
+def test_parts_of_kv_b_stay_fp8_on_a_cpu_where_heads_end_with_blocks(nope, v, rng):
+    """Both parts of a head in one block, or each in blocks of its own."""
+    cfg = replace(ALIGNED, num_attention_heads=2, kv_lora_rank=192, qk_nope_head_dim=nope, v_head_dim=v)
+    attention = param_specs(cfg).layers[0].attention
+    assert isinstance(attention, Attention)
+    name, shape = attention.k_up.names, attention.k_up.tensor_shape
+    values = rng.normal(size=shape).astype(jnp.float8_e4m3fn)
+    scale = rng.uniform(0.5, 2, [-(-n // 128) for n in shape]).astype(np.float32)
+    tensors = {n: hold(n, a) for n, a in ((name, values), (name + "_scale_inv", scale))}
+    for spec in (attention.k_up, attention.v_up):
+        assert staying(spec, tensors, formats_kept("float32", "multiplied")) is FP8_BY_HEAD
+        assert staying(spec, tensors, formats_kept("float32", "keep")) is None
+        kept = Fp8(*(on_host(a.spec, tensors, a.dtype) for a in FP8_BY_HEAD.arrays(spec, tensors)))
+        np.testing.assert_array_equal(expand(kept, jnp.float32), on_host(spec, tensors, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("nope", "v", "stay"), [(96, 96, []), (96, 160, ["k_up"]), (160, 96, ["k_up", "v_up"])]
+)
+def test_a_part_of_kv_b_becomes_an_array_where_its_rows_do_not_follow_blocks(nope, v, stay):
+    """Heads of 192 rows; of 256, whose values begin within a block and go on in the next, or end with it."""
+    cfg = replace(ALIGNED, num_attention_heads=2, qk_nope_head_dim=nope, v_head_dim=v)
+    attention = param_specs(cfg).layers[0].attention
+    assert [p for p in ("k_up", "v_up") if FP8_BY_HEAD.can_stay(getattr(attention, p))] == stay
 
 
 def test_devices_are_told_by_what_is_compiled_for():

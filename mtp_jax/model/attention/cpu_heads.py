@@ -1,12 +1,13 @@
 """Products with a matrix of each head, an array or a narrow weight, in forms that are fast on a CPU."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.narrow import ByHead, Narrow, expand, index, readable
+from mtp_jax.model.narrow import ByHead, Fp8, InStack, Narrow, expand, index, readable
 from mtp_jax.model.products import cpu_lanes
 from mtp_jax.model.products.cpu import BLOCK, LANED
 
@@ -36,7 +37,7 @@ def _product(x: Float[Array, "N T a"], w: ByHead, contracted: int) -> Float[Arra
 
     if each == heads:
         return widened(x, w)
-    blocks = w.reshape(-1, each, *w.shape[1:])
+    blocks = _grouped(w, each)
 
     def one(i: Int[Array, ""], out: Array) -> Array:
         own = jax.lax.dynamic_slice_in_dim(x, i * each, each)
@@ -44,3 +45,14 @@ def _product(x: Float[Array, "N T a"], w: ByHead, contracted: int) -> Float[Arra
 
     empty = jnp.zeros((*x.shape[:2], w.shape[3 - contracted]), x.dtype)
     return jax.lax.fori_loop(0, heads // each, one, empty)
+
+
+def _grouped(w: Narrow, each: int) -> Narrow:
+    """The matrices in groups of ``each`` heads, with their scales."""
+    groups = w.reshape(-1, each, *w.shape[1:])
+    own = groups.stack if isinstance(groups, InStack) else groups
+    if not isinstance(own, Fp8):
+        return groups
+    of_stack = own.scale.shape[:-3]
+    own = replace(own, scale=own.scale.reshape(*of_stack, -1, each, *own.scale.shape[-2:]))
+    return replace(groups, stack=own) if isinstance(groups, InStack) else own
