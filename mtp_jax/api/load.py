@@ -110,8 +110,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     on = backend_of(engine, options.mesh)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
-    if engine.num_speculative_tokens and outside is None:
-        engine = replace(engine, draft_vocab=listed(options.draft_vocab, folders, described.vocab_size))
+    engine = _with_draft_vocab(engine, options, folders, described.vocab_size, outside)
     compare_weights = _compare(options, folders, engine, num_nextn_layers)
     with report.phase("read", "B") as update:
         loaded = checkpoint.load(
@@ -127,12 +126,11 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         jax.block_until_ready(loaded.params)
         config, params = loaded.config, loaded.params
         _check_head(options, config, outside, directory)
+        engine = _without_idle_list(engine, options, params)
         del loaded  # so that its weights are freed one by one
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     with report.phase("compare"):
         compare_weights()
-    if options.draft_vocab is None and not shares_table(params):
-        engine = replace(engine, draft_vocab=None)
     config, room = _with_eos(config, tokenizer), None
     drafting = replace(config, drafter=outside) if outside else config
     if not (drafting.drafts or options.asks_for_drafts):
@@ -174,6 +172,28 @@ def _check_head(options: LLMOptions, config: ModelConfig, outside: Outside | Non
             f"drafter = {options.drafter!r:.200} is a kind of head, and {directory} has none; name the "
             "head's folder, draft_model"
         )
+
+
+def _with_draft_vocab(
+    engine: EngineConfig,
+    options: LLMOptions,
+    folders: tuple[Path, ...],
+    vocab: int,
+    outside: Outside | None,
+) -> EngineConfig:
+    """The options with the tokens that drafts choose among. Raises ConfigError for a damaged list.
+
+    outside: a drafter that chooses among all tokens.
+    """
+    if outside or not engine.num_speculative_tokens:
+        return engine
+    return replace(engine, draft_vocab=listed(options.draft_vocab, folders, vocab))
+
+
+def _without_idle_list(engine: EngineConfig, options: LLMOptions, params: Params) -> EngineConfig:
+    """The options without a list that nobody asked for, beside drafts with a table of their own."""
+    idle = options.draft_vocab is None and not shares_table(params)
+    return replace(engine, draft_vocab=None) if idle else engine
 
 
 def _outside(options: LLMOptions, engine: EngineConfig) -> Outside | None:

@@ -35,9 +35,11 @@ def engine_of(**config: Any) -> Engine:
     return make_engine(PARAMS, SMALL, **config)
 
 
-def told(engine: Engine, options: SamplingParams) -> tuple[list[list[int]], int]:
+def told(
+    engine: Engine, options: SamplingParams, given: list[list[int]] = PROMPTS
+) -> tuple[list[list[int]], int]:
     """Texts, and the number of accepted drafts."""
-    requests = serve(engine, [(prompt, options) for prompt in PROMPTS])
+    requests = serve(engine, [(prompt, options) for prompt in given])
     return [r.progress.output for r in requests], sum(sum(accepted(r)) for r in requests)
 
 
@@ -133,10 +135,11 @@ def test_other_drafts_that_share_the_table(variant):
     found = load(model_dir(variant), draft)
     ids = tuple(range(0, found.config.vocab_size, 2))
     given: dict[str, Any] = {"max_model_len": 128, "page_size": found.config.usual_page, "prefill_chunk": 128}
-    plain, _ = told(make_engine(found.params, found.config, num_speculative_tokens=0, **given), GREEDY)
+    asked = prompts(4, vocab=found.config.vocab_size)
+    plain = make_engine(found.params, found.config, num_speculative_tokens=0, **given)
     engine = make_engine(found.params, found.config, num_speculative_tokens=2, draft_vocab=ids, **given)
-    assert told(engine, GREEDY)[0] == plain
-    _, drafted, logits = propose(engine, PROMPTS[0], 2)
+    assert told(engine, GREEDY, asked)[0] == told(plain, GREEDY, asked)[0]
+    _, drafted, logits = propose(engine, asked[0], 2)
     assert not (drafted % 2).any()
     assert np.isfinite(logits[:, ::2]).all()
     assert (logits[:, 1::2] == -np.inf).all()

@@ -97,6 +97,12 @@ def test_without_a_grammar(tiny, tmp_path, job):
 
 
 @pytest.mark.slow
+def test_drafts_of_a_part_of_the_vocabulary(tiny, tmp_path):
+    part = [i for i in range(TINY.vocab_size) if i % 3]
+    check(tiny, tmp_path, {"num_speculative_tokens": 1, "draft_vocab": part}, [ALL_GREEDY])
+
+
+@pytest.mark.slow
 def test_forced_acceptance(tiny, tmp_path):
     """Every rank keeps drafts by the seeds of the requests, greedy ones too."""
     params = [{**p, "seed": i} for i, p in enumerate(MIXED["params"])]
