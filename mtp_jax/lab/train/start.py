@@ -19,6 +19,7 @@ from mtp_jax.checkpoint.write import save_drafter
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.eagle3.declared import Eagle3Config
 from mtp_jax.json_object import JsonObject
+from mtp_jax.lab.bench.vocabulary import commonest
 from mtp_jax.lab.train.tune_options import TuneOptions
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import family_of
@@ -98,18 +99,15 @@ def begin(model: LLMOptions, options: TuneOptions, answers: np.ndarray | None = 
     params = loaded.params.with_drafts(drafts)
     if options.draft_vocab and answers is not None:
         counts = np.bincount(answers, minlength=cfg.vocab_size)
-        params = _drafting(params, counts, options.draft_vocab)
+        ids = commonest(counts + 1, options.draft_vocab, cfg.eos_token_ids)  # never fewer than asked for
+        params = _drafting(params, np.sort(ids))
     return Start(cfg, params, raw)
 
 
-def _drafting(params: Params, counts: np.ndarray, vocab: int) -> Params:
-    """Parameters whose head drafts the commonest tokens, of equals the lowest, in the order of their ids.
-
-    Its table begins with the trunk's rows of these tokens.
-    """
+def _drafting(params: Params, ids: np.ndarray) -> Params:
+    """Parameters whose head drafts these tokens, from a table that begins with the trunk's rows of them."""
     head: Any = params.drafter
-    ids = np.sort(np.argsort(-counts, kind="stable")[:vocab])
-    offsets = (ids - np.arange(vocab)).astype(np.int32)
+    offsets = (ids - np.arange(len(ids))).astype(np.int32)
     offsets = jax.device_put(offsets, head.target_offset.sharding)
     table = head.head
     rows = jax.device_put(expand(params.table, table.dtype)[ids].astype(table.dtype), table.sharding)

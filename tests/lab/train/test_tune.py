@@ -162,7 +162,7 @@ def test_an_interrupted_run_ends_with_the_same_head(
 
 @pytest.mark.slow
 def test_a_model_without_layers_gets_a_head(llama: Path, tmp_path: Path) -> None:
-    """It drafts the commonest tokens of the answers, and the text stays."""
+    """It drafts the commonest tokens of the answers, and their end; the text stays."""
     lines: list[Any] = [{"prompt": "ABCDEFGHIJKLMNOP"[i] * (i % 3 + 1)} for i in range(16)]
     prompts, out = write_lines(tmp_path / "p.jsonl", lines), tmp_path / "out"
     sizes = "--steps 120 --windows 4 --learning-rate 5e-3 --max-tokens 48 --max-num-seqs 8"
@@ -171,7 +171,8 @@ def test_a_model_without_layers_gets_a_head(llama: Path, tmp_path: Path) -> None
     said = np.concatenate([shard["tokens"][shard["answer"] > 0] for shard in map(load_file, shards)])
     ids = np.arange(64) + load_file(out / "head" / "model.safetensors")["d2t"]
     counts = np.bincount(said, minlength=104)
-    assert sorted(counts[ids]) == sorted(counts)[-64:]
+    assert 1 in ids  # the end of text, however rare
+    assert sorted(counts[ids[ids != 1]]) == sorted(np.delete(counts, 1))[-63:]
     options: Any = {"max_num_seqs": 2, "max_model_len": 96, "compile_cache": None}
     answers = [
         llm.generate([(5, 6, 7), (40, 41)], SamplingParams(temperature=0, max_tokens=40))
