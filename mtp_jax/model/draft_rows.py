@@ -1,8 +1,8 @@
 """The tokens that drafts choose among, where these are a part of the vocabulary.
 
 An EAGLE-3 head has a table of its own for the tokens that it drafts (``d2t``). Drafts that share the trunk's
-table may read some of its rows alone, those of the commonest tokens (FR-Spec, arXiv 2502.14856): a copy, as
-rows that lie together are read at full speed. Either way logits come back at their tokens' ids and are -inf
+table may read the rows of its commonest tokens alone (FR-Spec, arXiv 2502.14856): a copy, as rows that lie
+together are read at full speed. Either way logits come back at their tokens' ids and are -inf
 elsewhere, so transforms, grammars and verifiers see one vocabulary, and verification keeps every token.
 """
 

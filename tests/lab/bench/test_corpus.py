@@ -130,7 +130,7 @@ def test_the_commonest_tokens_are_listed_with_the_ends_of_texts() -> None:
 
 def test_the_demo_model_has_a_list_of_its_tokens(demo: tokenizers.Tokenizer) -> None:
     ids = read(DEMO / FILE, demo.get_vocab_size())
-    assert len(ids) == 2048
+    assert len(ids) == 4096
     assert demo.token_to_id(corpus.EOS) in ids
     assert {demo.decode([i]) for i in ids} >= {"(", ")", ":", "self", " return"}
 
