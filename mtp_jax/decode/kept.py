@@ -67,7 +67,7 @@ class KeptPrograms:
             self.loaded += 1
             return found
         # Before it runs: a sort that has run cannot be serialised.
-        with _without_jaxs_cache() if path else nullcontext():
+        with _jaxs_cache.left_alone() if path else nullcontext():
             found = compile()
         self.compiled += 1
         if path:
@@ -130,29 +130,31 @@ def _sum(path: Path, body: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + body).digest()
 
 
-_switch = threading.Lock()
-_compiling = 0
-_before = True
+class _JaxsCache:
+    """JAX's own cache of programs, one for all threads: while one compiles without it, no other has it."""
+
+    def __init__(self) -> None:
+        self._lock, self._compiling, self._before = threading.Lock(), 0, True
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Neither read it nor write to it."""
+        with self._lock:
+            if not self._compiling:
+                self._before = jax.config.values[_JAXS_CACHE]
+                self._set(False)
+            self._compiling += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._compiling -= 1
+                if not self._compiling:
+                    self._set(self._before)
+
+    def _set(self, on: bool) -> None:
+        jax.config.update(_JAXS_CACHE, on)
+        reset_cache()  # it reads its options with its first program only
 
 
-@contextmanager
-def _without_jaxs_cache() -> Iterator[None]:
-    """Compile without JAX's cache, which is one for all threads: no other thread has it meanwhile."""
-    global _compiling, _before
-    with _switch:
-        if not _compiling:
-            _before = jax.config.values[_JAXS_CACHE]
-            _set_jaxs_cache(False)
-        _compiling += 1
-    try:
-        yield
-    finally:
-        with _switch:
-            _compiling -= 1
-            if not _compiling:
-                _set_jaxs_cache(_before)
-
-
-def _set_jaxs_cache(on: bool) -> None:
-    jax.config.update(_JAXS_CACHE, on)
-    reset_cache()  # it reads its options with its first program only
+_jaxs_cache = _JaxsCache()
