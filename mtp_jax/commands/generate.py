@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
             f"{directory} has no {' or '.join(TOKENIZER_FILES)}; give --token-ids, and no --stop"
         )
     prompts = _prompts(args)
-    report, completions = reporter(args), len(prompts) * params.n
+    report = reporter(args)
+    completions = 1 if args.compare else len(prompts) * params.n  # at a time
 
     def lead(group: "Group | None") -> int:
         return _generate(args, open_llm(args, report, completions, group), prompts, params, report)
@@ -96,7 +97,7 @@ def _generate(
     if args.compare:
         from mtp_jax.commands.compare import compare
 
-        return compare(args, llm, prompts[0], params, report)
+        return compare(args, llm, prompts, params, report)
     llm.warm_up(prompts, params)
     ready(report, llm)
     if len(prompts) == params.n == 1 and not args.json:
@@ -117,13 +118,13 @@ def _check(args: argparse.Namespace, params: SamplingParams) -> None:
         return
     if getattr(args, "num_speculative_tokens", None) == 0:
         raise RequestError("--compare needs drafts to compare with none: --num-speculative-tokens 1 or more")
-    wrong = [o for o, given in (("--lines", args.lines), ("-n", params.n > 1)) if given]
+    wrong = ["-n"] * (params.n > 1)
     wrong += ["--logprobs"] * (params.logprobs is not None)
     wrong += ["--prompt-logprobs"] * (params.prompt_logprobs is not None)
     wrong += ["--synthetic-acceptance"] * ("synthetic_acceptance" in args)
     if wrong:
         raise RequestError(
-            f"--compare measures one completion of the model, and prints no scores; leave out {wrong[0]}"
+            f"--compare measures one completion at a time, and prints no scores; leave out {wrong[0]}"
         )
 
 

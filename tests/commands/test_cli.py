@@ -13,7 +13,10 @@ import pytest
 
 import mtp_jax.api.llm
 from mtp_jax import LLM, Thoughts, demo_model
+from mtp_jax.api.outputs import CompletionOutput, RequestOutput, Timing
 from mtp_jax.commands import cli, show
+from mtp_jax.commands.compare import PlainSteps
+from mtp_jax.engine.speculation import Speculation
 from tests import golden, tiny_tokenizer
 from tests.models import RATES
 
@@ -193,7 +196,7 @@ def test_compare_needs_a_model_with_drafts(run_weights, model):
 def test_compare(run, model):
     argv = ["generate", model, "--token-ids", IDS, "--max-tokens", 24, "--compare", "--runs", 2, *SIZES]
     status, out, _ = run(*argv)
-    *text, blank, speed, end, counts = out.splitlines()
+    *text, blank, speed, why, end, counts = out.splitlines()
     assert status == 0
     assert len("\n".join(text)) >= 24
     assert blank == ""
@@ -201,13 +204,16 @@ def test_compare(run, model):
     assert "| depth 0: " in speed
     assert re.search(r"\| \d+\.\d\dx \(.*\) of too few runs to tell, same tokens$", speed)
     assert end.startswith("end to end: ")
-    assert counts.startswith("24 tokens, greedy, medians of 2 alternating runs; drafts accepted ")
+    assert re.fullmatch(r"the drafts of a step save \d\.\d\d plain steps and cost the time of \d+\.\d\d", why)
+    assert counts.startswith(
+        "48 tokens, greedy, medians and quartiles of 2 alternating runs; drafts accepted "
+    )
 
     options = ("--temperature", 0.8, "--seed", 3, "--verifier", "coupled")
     assert ", same tokens" in run(*argv, *options)[1]
 
     adaptive = [a for a in argv if a != "--fixed-depth"]
-    speed = run(*adaptive)[1].splitlines()[-3]
+    speed = run(*adaptive)[1].splitlines()[-4]
     assert speed.startswith("depth 0 to 3: ")
     assert speed.endswith(", same tokens")
 
@@ -248,7 +254,55 @@ def test_compare_says_only_as_much_as_its_runs_show(run, model, monkeypatch, slo
     status, out, _ = run(*argv)
     assert status == 0
     assert says in out
-    assert f"medians of {runs} alternating runs" in out
+    assert f"medians and quartiles of {runs} alternating runs" in out
+
+
+def test_compare_takes_prompts_and_seeds_by_turns(run, model, monkeypatch):
+    done, generate = [], LLM.generate
+
+    def watched(self, prompts, sampling_params):
+        done.append((*prompts, sampling_params.seed, sampling_params.num_speculative_tokens))
+        return generate(self, prompts, sampling_params)
+
+    monkeypatch.setattr(LLM, "generate", watched)
+    argv = ["generate", model, "--compare", "--lines", "--runs", 3, "--max-tokens", 8, "--temperature", 0.8]
+    argv += ["--seed", 5, "--verifier", "coupled", *SIZES]
+    status, out, _ = run(*argv, stdin="def f\nimport\n")
+    assert status == 0
+    turns = [("def f", 5), ("def f", 5), ("import", 6), ("def f", 7)]
+    assert done == [(*turn, most) for turn in turns for most in (None, 0)]
+    assert "24 tokens, temperature 0.8, seeds from 5 on, medians and quartiles of 3 " in out
+    assert " alternating runs of 2 prompts" in out
+    assert ", same tokens\n" in out
+
+
+def timed(seconds: float, steps: int) -> RequestOutput:
+    """An output with 40 tokens after the first, in these seconds and steps."""
+    tokens, counts = [7] * 41, Speculation([40 // steps - 1] * steps, [3] * steps)
+    completion = CompletionOutput(0, "", tokens, 41, "length", None, [""] * 41, [False] * 41, counts, seconds)
+    return RequestOutput(None, [1], [completion], None, Timing(0.0, 1.0, 1.0 + seconds), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("drafting", "says"),
+    [
+        # Ten steps of 4 tokens each, where a plain step takes a second.
+        (20.0, "the drafts of a step save 3.00 plain steps and cost the time of 1.00"),
+        (
+            50.0,
+            "no gain on this machine: the drafts of a step save 3.00 plain steps and cost the time of 4.00; "
+            "drafts pay where they save more than they cost",
+        ),
+    ],
+)
+def test_the_reason_of_a_gain_or_of_none(drafting, says):
+    runs = [[timed(drafting, 10)] * 6, [timed(40.0, 40)] * 6]
+    found = PlainSteps.of(runs)
+    assert (found.tokens, found.cost) == (4.0, drafting / 10)
+    assert found.tokens / found.cost == pytest.approx(40 / drafting)
+    assert found.told([40 / drafting] * 6) == says
+    assert found.told([2.0, 0.5] * 3).startswith("no gain beyond noise: the drafts of a step save ")
+    assert found.told([0.5] * 2).startswith("the drafts of a step save ")
 
 
 def test_failed_completions_are_told_and_the_status(run, model, monkeypatch):

@@ -1,10 +1,12 @@
 """`make demo`: good Python that ends with its function, and figures that `mtp-jax plan` gives."""
 
 import ast
+import io
 import json
 import re
 import shlex
 import subprocess
+import sys
 
 import pytest
 
@@ -21,18 +23,19 @@ def recipe() -> str:
 
 
 @pytest.mark.slow
-def test_the_text_is_a_whole_function(recipe, capsys):
-    line = next(line for line in recipe.splitlines() if "mtp-jax generate" in line)
-    expanded = subprocess.run(
-        ["sh", "-c", re.sub(r"\S*mtp-jax", "printf '%s\\\\0'", line)], capture_output=True
+def test_the_first_text_is_a_whole_function(recipe, capsys, monkeypatch):
+    asked, _, command = re.search(r"(printf.*)( \| )\\\n(.*mtp-jax generate.*)", recipe).groups()
+    questions, expanded = (
+        subprocess.run(["sh", "-c", script], capture_output=True, check=True).stdout
+        for script in (asked, re.sub(r"\S*mtp-jax", r"printf '%s\\0'", command.strip()))
     )
-    arguments = expanded.stdout.decode().split("\0")[:-1]
+    arguments = expanded.decode().split("\0")[:-1]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(questions)))
     assert cli.main([*arguments, "--json", "--quiet", "--runs", "1", "--no-compile-cache"]) == 0
     result = json.loads(capsys.readouterr().out)
     (completion,) = result["output"]["outputs"]
     assert completion["finish_reason"] == "stop"
-    code = result["output"]["prompt"].partition("```python\n")[2] + completion["text"]
-    (function,) = ast.parse(code).body
+    (function,) = ast.parse(completion["text"].removeprefix("```python\n")).body
     assert isinstance(function, ast.FunctionDef)
     assert len(function.body) >= 4
     assert result["same_tokens"]
