@@ -1,6 +1,7 @@
 """`generate --compare`: completions with and without speculation, measured side by side."""
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -14,6 +15,7 @@ from mtp_jax.commands.options import depth, ready
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
 from mtp_jax.errors import RequestError
+from mtp_jax.json_object import JsonObject
 from mtp_jax.spread import Spread
 
 if TYPE_CHECKING:
@@ -103,37 +105,40 @@ def compare(
             "with --draft-model, or add --suffix-drafts"
         )
     sides = (params, replace(params, num_speculative_tokens=0))
-    for side in sides:
-        for prompt in prompts:  # one at a time, as they will run
-            llm.warm_up(prompt, side)
+    for prompt, side in itertools.product(prompts, sides):  # one at a time, as they will run
+        llm.warm_up(prompt, side)
     ready(report, llm)
     # The first run of each side is not measured: caches are cold, and its text is printed meanwhile.
     if not args.json:
         show.stream(llm, prompts[0], params)
     runs = _alternating(llm, prompts, sides, args.runs)
-    depths = llm.engine.config.num_speculative_tokens, 0
-    fast, slow = (_measured(most, outputs) for most, outputs in zip(depths, runs, strict=True))
     fixed = params.temperature == 0 or (params.seed is not None and llm.engine.config.verifier == "coupled")
     tokens = [tuple(output.outputs[0].token_ids for output in pair) for pair in zip(*runs, strict=True)]
     same = all(a == b for a, b in tokens) if fixed else None
+    depths = llm.engine.config.num_speculative_tokens, 0
+    fast, slow = (_measured(most, outputs) for most, outputs in zip(depths, runs, strict=True))
     if args.json:
-        result = {
-            "with": asdict(fast),
-            "without": asdict(slow),
-            "speedup": statistics.median(_gains(runs)),
-            "speedup_end_to_end": statistics.median(_gains_to_end(runs)),
-            "step": asdict(PlainSteps.of(runs)),
-            "within_noise": not _differ(_gains(runs)),
-            "same_tokens": same,
-            "runs": len(runs[0]),
-        }
-        show.write(json.dumps(result | {"output": show.as_json(runs[0][0])}, ensure_ascii=False) + "\n")
+        show.write(json.dumps(_as_json(fast, slow, runs, same), ensure_ascii=False) + "\n")
     else:
         verdict = _verdict(tokens, same, llm.engine.config.dtype)
         work = _work(runs, len(prompts), params)
         show.write("\n" + _lines(depth(llm), fast, slow, runs, verdict, work))
-    status = show.failed([output for outputs in runs for output in outputs])
+    status = show.failed([*runs[0], *runs[1]])
     return 1 if same is False and llm.engine.config.dtype == "float32" else status
+
+
+def _as_json(fast: Medians, slow: Medians, runs: Runs, same: bool | None) -> JsonObject:
+    return {
+        "with": asdict(fast),
+        "without": asdict(slow),
+        "speedup": statistics.median(_gains(runs)),
+        "speedup_end_to_end": statistics.median(_gains_to_end(runs)),
+        "step": asdict(PlainSteps.of(runs)),
+        "within_noise": not _differ(_gains(runs)),
+        "same_tokens": same,
+        "runs": len(runs[0]),
+        "output": show.as_json(runs[0][0]),
+    }
 
 
 def _alternating(

@@ -24,7 +24,9 @@ def recipe() -> str:
 
 @pytest.mark.slow
 def test_the_first_text_is_a_whole_function(recipe, capsys, monkeypatch):
-    asked, _, command = re.search(r"(printf.*)( \| )\\\n(.*mtp-jax generate.*)", recipe).groups()
+    found = re.search(r"(printf.*)( \| )\\\n(.*mtp-jax generate.*)", recipe)
+    assert found is not None
+    asked, _, command = found.groups()
     questions, expanded = (
         subprocess.run(["sh", "-c", script], capture_output=True, check=True).stdout
         for script in (asked, re.sub(r"\S*mtp-jax", r"printf '%s\\0'", command.strip()))

@@ -113,7 +113,7 @@ def test_a_grammar_may_leave_nothing_of_the_part(tmp_path):
     """Where no token of the part is allowed there is no draft, and the text is the grammar's."""
     tokenizer = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path, 104))
     assert tokenizer is not None
-    grammars = Grammars(tokenizer.backend, structured.CFG.vocab_size, structured.CFG.eos_token_ids)
+    grammars = Grammars(tokenizer, structured.CFG.vocab_size, structured.CFG.eos_token_ids)
     wanted = StructuredOutput(regex="[a-m ]{6,16}[x-z]")
     letters = [grammars.encode(c)[0] for c in "abcdefghijklm "]
     found = []

@@ -21,7 +21,7 @@ from kernels_pallas.router import reference as router_reference
 from mtp_jax.api.propose import propose
 from mtp_jax.checkpoint import formats_kept, load, save
 from mtp_jax.checkpoint.formats import FP8_BY_HEAD, staying
-from mtp_jax.checkpoint.read import on_host
+from mtp_jax.checkpoint.read import Loader
 from mtp_jax.checkpoint.safetensors_file import hold
 from mtp_jax.errors import CheckpointError, ConfigError
 from mtp_jax.model import trunk
@@ -188,8 +188,9 @@ def test_parts_of_kv_b_stay_fp8_on_a_cpu_where_heads_end_with_blocks(nope, v, rn
     for spec in (attention.k_up, attention.v_up):
         assert staying(spec, tensors, formats_kept("float32", "multiplied")) is FP8_BY_HEAD
         assert staying(spec, tensors, formats_kept("float32", "keep")) is None
-        kept = Fp8(*(on_host(a.spec, tensors, a.dtype) for a in FP8_BY_HEAD.arrays(spec, tensors)))
-        np.testing.assert_array_equal(expand(kept, jnp.float32), on_host(spec, tensors, np.float32))
+        read = Loader("float32", set(), on_host=True)._place
+        kept = Fp8(*(read(a.spec, tensors, a.dtype) for a in FP8_BY_HEAD.arrays(spec, tensors)))
+        np.testing.assert_array_equal(expand(kept, jnp.float32), read(spec, tensors, np.float32))
 
 
 @pytest.mark.parametrize(
