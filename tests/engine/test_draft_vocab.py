@@ -127,7 +127,7 @@ def test_a_grammar_may_leave_nothing_of_the_part(tmp_path):
     assert found[0] == found[2] == found[4]
 
 
-@rest
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dflash", "v4_fp4"])
 def test_other_drafts_that_share_the_table(variant):
     """A head that drafts blocks, and the layers of a model with several streams."""
