@@ -21,6 +21,8 @@ class Sizes:
             run from 1 to max_num_seqs.
         chunk: number of tokens of the shortest chunk of a prompt.
         chunks: ratio of each length of chunks to the next smaller one, up to prefill_chunk.
+        tile: number of tokens from which a longer chunk costs no less per token, where time goes into
+            operations (on a CPU): the end of a prompt is cut into chunks that have fewer rows in all.
         prompts: most prompts per data shard in one chunk.
         pages: ratio of each width of page tables to the next smaller one, down from the longest request's.
         rows: least number of cached rows that a page table holds. On a CPU attention ends at the last row
@@ -32,6 +34,7 @@ class Sizes:
     slots: int = 2
     chunk: int = 16
     chunks: int = 4
+    tile: int = 64
     prompts: int = 4
     pages: int = 4
     rows: int = 2048
@@ -131,10 +134,17 @@ class Buckets:
         return next(b for b in self._slots if b >= count)
 
     def chunks(self, tokens: int) -> Iterator[int]:
-        """Chunk sizes of a prompt: full chunks, then the smallest bucket that holds the rest."""
+        """Chunk sizes of a prompt: full chunks, then the smallest bucket that holds the rest.
+
+        Where one program serves every depth (on a CPU) padding takes time, as rows do: the rest comes in
+        chunks of the next smaller bucket if these have fewer rows in all.
+        """
         sizes = self.chunk_sizes
         while tokens > 0:
             size = next((b for b in sizes if b >= tokens), self._config.prefill_chunk)
+            smaller = max((b for b in sizes if SIZES.tile <= b < size), default=size)
+            if self._any_depth and -(-tokens // smaller) * smaller < size:
+                size = smaller
             yield size
             tokens -= size
 
@@ -220,7 +230,7 @@ class Buckets:
     def _shapes_for(self, requests: list[Request]) -> list[tuple[int, int]]:
         """Tokens and prompts per shard of the chunks that these requests' prompts come in."""
         pages = self._config.pages_per_shard(self._shards)
-        alike = Counter(size for r in requests for size in {*self.chunks(len(r.prompt))})
+        alike = Counter(size for r in requests for size in self._sizes_of(r))
         if sum(self._config.pages_for(r.capacity) for r in requests) > pages:
             # Some may be preempted, and prefilled again with their output.
             alike[max(next(self.chunks(r.capacity)) for r in requests)] += 1
@@ -229,6 +239,11 @@ class Buckets:
             most = self._together(size, count)
             shapes += [(size, n) for n in sorted({1, most})]
         return shapes
+
+    def _sizes_of(self, request: Request) -> set[int]:
+        """Lengths of the chunks of a prompt; where they are cut to save rows, its end has none of its own."""
+        sizes = {*self.chunks(len(request.prompt))}
+        return {s for s in sizes if s >= min(SIZES.tile, max(sizes))} if self._any_depth else sizes
 
     def _depths(self, most: int) -> Sequence[int]:
         """The depths that adaptive steps need executables for."""

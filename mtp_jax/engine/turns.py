@@ -5,7 +5,7 @@ depends on that: masks of a grammar depend on tokens that were just read.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtp_jax.decode.keys import StepKey
 from mtp_jax.decode.launches import Runner
@@ -100,13 +100,21 @@ class Turns:
         most = max(map(len, prompts.requests))
         while most > 1 and not self._runner.find(self._buckets.step(running, 0, prompts.first(most))):
             most //= 2
-        prompts = prompts.first(most)
+        prompts = self._filled(running, prompts.first(most))
         if not running or self._runner.find(self._buckets.step(running, 0, prompts)):
             return running, prompts
         # No program takes such windows beside a chunk: the prompts go first, by a program without windows, as
         # windows would advance other requests.
         alone = self._runner.find(self._buckets.step([], 0, prompts))
         return ([], prompts) if alone and not alone.slots else (running, None)
+
+    def _filled(self, running: list[Request], prompts: ChunkPrompts) -> ChunkPrompts:
+        """The chunk with all tokens that its program has room for: padding would take the same time."""
+        found = self._runner.find(self._buckets.step(running, 0, prompts))
+        if found is None or found.tokens <= prompts.tokens:
+            return prompts
+        filled = replace(prompts, tokens=found.tokens)
+        return filled if self._runner.find(self._buckets.step(running, 0, filled)) == found else prompts
 
     def _choose(self, running: list[Request], prompts: ChunkPrompts | None) -> StepKey:
         """The key for a step over these requests: the deepest, or with adaptive depth the fastest."""

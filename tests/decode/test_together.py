@@ -188,7 +188,7 @@ def test_every_weight_is_read_once():
         }
         lines = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
         return {
-            name: sum(f"tensor<{out}x{inner}xf32>" in line for line in lines)
+            name: sum(f"(tensor<{out}x{inner}xf32>," in line for line in lines)  # the weight comes first
             for name, (out, inner) in weights.items()
         }
 

@@ -39,6 +39,25 @@ def test_chunks(chunk, tokens, sizes):
 
 
 @pytest.mark.parametrize(
+    ("chunk", "tokens", "sizes"),
+    [
+        (256, 16, [16]),
+        (256, 65, [64, 16]),
+        (256, 128, [64, 64]),
+        (256, 192, [64, 64, 64]),
+        (256, 193, [256]),
+        (256, 400, [256, 64, 64, 16]),
+        (1024, 500, [256, 256]),
+        (100, 90, [100]),
+        (64, 20, [64]),
+    ],
+)
+def test_chunks_where_padding_takes_time(chunk, tokens, sizes):
+    """No more rows than chunks of 64 tokens give; the longer chunk where it has the same."""
+    assert list(Buckets(replace(CONFIG, prefill_chunk=chunk), any_depth=True).chunks(tokens)) == sizes
+
+
+@pytest.mark.parametrize(
     ("wanted", "drafting", "logprobs"),
     [
         ([{"temperature": 0}], None, None),

@@ -168,9 +168,9 @@ def test_by_pair_in_slices_of_any_width(hidden, width, rng):
     agree(got, x, ids, weights, gate_up, down)
 
 
-@pytest.mark.parametrize(("width", "pairs"), [(WIDTH, 16), (8192, 4)])
+@pytest.mark.parametrize(("width", "pairs"), [(WIDTH, 8), (8192, 4)])
 def test_pairs_apart_while_that_is_the_faster_way(width, pairs, monkeypatch):
-    """On a CPU: up to 16 pairs per expert if its weights take at most a MiB, up to 4 of a larger one."""
+    """On a CPU: up to 8 pairs per expert if its weights take at most a MiB, up to 4 of a larger one."""
     monkeypatch.setattr(cpu_experts, "by_pair", lambda *given: jnp.ones_like(given[2]))
     monkeypatch.setattr(moe, "by_visit", lambda *given: jnp.zeros_like(given[2]))
     own = OwnExperts(jnp.zeros((E, 2, width, D)), jnp.zeros((E, D, width)))

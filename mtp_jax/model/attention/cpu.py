@@ -20,10 +20,12 @@ from mtp_jax.model.layers import beside
 from mtp_jax.model.mla import Form, Queries, Ups
 from mtp_jax.model.narrow import expand, readable
 from mtp_jax.model.params import Attention
+from mtp_jax.model.visible import MAX_AHEAD
 
 # The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
 _LEAST = jnp.finfo(jnp.float32).min
-# Cached rows that absorbed attention takes at a time. Smaller blocks cost more in calls than in products.
+# Cached rows that absorbed attention of windows takes at a time: smaller blocks cost more in calls than in
+# products. A chunk's blocks are as long as the chunk, as often no more rows are cached.
 _BLOCK = 256
 
 Read = Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]]
@@ -156,7 +158,7 @@ def _blocks(source: Whole | Paged, dtype: Any) -> tuple[Read, Int[Array, ""] | i
     view, page, width, length = source.view, source.cache.page_size, source.width, source.length
     columns = view.page_table.shape[1]
     # Naive attention expands a block for each group of tokens as long as the block.
-    rows = _BLOCK if view.form == "absorbed" else width
+    rows = _BLOCK if view.form == "absorbed" and width <= MAX_AHEAD + 1 else width
     each = min(max(rows // page, 1), columns)
     table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
     chosen = source.only

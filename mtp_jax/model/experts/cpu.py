@@ -17,11 +17,12 @@ from mtp_jax.model.layers import gated
 from mtp_jax.model.moe import ExpertWeight, Routing
 from mtp_jax.model.narrow import flat, nbytes
 from mtp_jax.model.products import cpu_lanes
+from mtp_jax.model.products.cpu import LANED
 from mtp_jax.model.products.cpu_lanes import CACHE_BYTES, SLICES, LeadPlaces, Pick, multiply, sum_lanes
 
-# ``by_pair`` is faster up to this number of pairs per expert, for experts that fit a core's cache, and for
-# larger experts.
-_PAIRS_CACHED, _PAIRS = 16, 4
+# ``by_pair``, which widens an expert's weights again for each pair, is faster up to this number of pairs per
+# expert that a core's cache does not hold; for others as long as loops are (``LANED``).
+_PAIRS = 4
 
 
 @dataclass(frozen=True)
@@ -117,4 +118,4 @@ def takes(gate_up: Any, down: Any, pairs: int) -> bool:
         return False
     experts = down.shape[0]
     cached = nbytes((gate_up, down)) <= experts * CACHE_BYTES
-    return pairs <= experts * (_PAIRS_CACHED if cached else _PAIRS)
+    return pairs <= experts * (LANED if cached else _PAIRS)
