@@ -5,7 +5,7 @@ VENV ?= .venv
 # tests share programs; one that is done takes half of what another has left.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 DEMO_PROMPTS ?= '<｜User｜>Write a function: Return the number of lines of a file.<｜Assistant｜>' \
-  '<｜User｜>Write a function: Return True if the name is a valid identifier.<｜Assistant｜>' \
+  '<｜User｜>Write a function: Return True if the name is valid.<｜Assistant｜>' \
   '<｜User｜>Write a function: Set the value of an option.<｜Assistant｜>' \
   '<｜User｜>Write a function: Remove the directory and its files.<｜Assistant｜>'
 # Questions in the form of the model's chats, each with several seeds, until the answer closes its block of code. Under
