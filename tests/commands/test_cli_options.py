@@ -40,6 +40,7 @@ GIVEN = {
     "allowed_token_ids": ("3,4", (3, 4)),
     "bad_words": ("h", ("h",)),
     "tree": ("4x3x12", "4x3x12"),
+    "draft_vocab": ("5", 5),
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +51,14 @@ def _product(x: Float[Array, "N T a"], w: ByHead, contracted: int) -> Float[Arra
 def _grouped(w: Narrow, each: int) -> Narrow:
     """The matrices in groups of ``each`` heads, with their scales."""
     groups = w.reshape(-1, each, *w.shape[1:])
-    own = groups.stack if isinstance(groups, InStack) else groups
-    if not isinstance(own, Fp8):
-        return groups
-    of_stack = own.scale.shape[:-3]
-    own = replace(own, scale=own.scale.reshape(*of_stack, -1, each, *own.scale.shape[-2:]))
-    return replace(groups, stack=own) if isinstance(groups, InStack) else own
+    if isinstance(groups, InStack):
+        return replace(groups, stack=_scaled_by_group(groups.stack, each))
+    return _scaled_by_group(groups, each)
+
+
+def _scaled_by_group(w: Narrow, each: int) -> Any:
+    """The same matrices; FP8 with scales in groups of ``each`` heads."""
+    if not isinstance(w, Fp8):
+        return w
+    *of_stack, _, rows, columns = w.scale.shape
+    return replace(w, scale=w.scale.reshape(*of_stack, -1, each, rows, columns))
