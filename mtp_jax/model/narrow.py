@@ -6,7 +6,7 @@ leading dimensions of the weight, so that experts are indexed, and split over a 
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,10 @@ class Narrow(ABC):
     @abstractmethod
     def reshape(self, *shape: int) -> "Narrow":
         """The same matrices, their rows or columns grouped differently."""
+
+    def by_groups(self, each: int) -> Self:
+        """The matrices of a stack [N, r, c] in groups, [N / each, each, r, c], with their scales."""
+        return jax.tree.map(lambda a: a.reshape(*a.shape[:-3], -1, each, *a.shape[-2:]), self)
 
 
 @struct.dataclass
@@ -200,6 +204,10 @@ class InStack(Narrow):
     def reshape(self, *shape: int) -> "InStack":
         """The same matrices, grouped differently, in every weight of the stack."""
         return replace(self, stack=self.stack.reshape(self.stack.shape[0], *shape))
+
+    def by_groups(self, each: int) -> "InStack":
+        """See ``Narrow``."""
+        return replace(self, stack=self.stack.by_groups(each))
 
 
 def with_bits(w: PyTree) -> PyTree:

@@ -1,14 +1,12 @@
 """Products with a matrix of each head, an array or a narrow weight, in forms that are fast on a CPU."""
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mtp_jax.model.narrow import ByHead, Fp8, InStack, Narrow, expand, index, readable
+from mtp_jax.model.narrow import ByHead, Narrow, expand, index, readable
 from mtp_jax.model.products import cpu_lanes
 from mtp_jax.model.products.cpu import BLOCK, LANED
 
@@ -38,7 +36,7 @@ def _product(x: Float[Array, "N T a"], w: ByHead, contracted: int) -> Float[Arra
 
     if each == heads:
         return widened(x, w)
-    blocks = _grouped(w, each)
+    blocks = w.by_groups(each)
 
     def one(i: Int[Array, ""], out: Array) -> Array:
         own = jax.lax.dynamic_slice_in_dim(x, i * each, each)
@@ -46,19 +44,3 @@ def _product(x: Float[Array, "N T a"], w: ByHead, contracted: int) -> Float[Arra
 
     empty = jnp.zeros((*x.shape[:2], w.shape[3 - contracted]), x.dtype)
     return jax.lax.fori_loop(0, heads // each, one, empty)
-
-
-def _grouped(w: Narrow, each: int) -> Narrow:
-    """The matrices in groups of ``each`` heads, with their scales."""
-    groups = w.reshape(-1, each, *w.shape[1:])
-    if isinstance(groups, InStack):
-        return replace(groups, stack=_scaled_by_group(groups.stack, each))
-    return _scaled_by_group(groups, each)
-
-
-def _scaled_by_group(w: Narrow, each: int) -> Any:
-    """The same matrices; FP8 with scales in groups of ``each`` heads."""
-    if not isinstance(w, Fp8):
-        return w
-    *of_stack, _, rows, columns = w.scale.shape
-    return replace(w, scale=w.scale.reshape(*of_stack, -1, each, rows, columns))
