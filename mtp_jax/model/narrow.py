@@ -6,7 +6,7 @@ leading dimensions of the weight, so that experts are indexed, and split over a 
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, Self, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class Narrow(ABC):
     def reshape(self, *shape: int) -> "Narrow":
         """The same matrices, their rows or columns grouped differently."""
 
-    def by_groups(self, each: int) -> Self:
+    def by_groups(self, each: int) -> Any:
         """The matrices of a stack [N, r, c] in groups, [N / each, each, r, c], with their scales."""
         return jax.tree.map(lambda a: a.reshape(*a.shape[:-3], -1, each, *a.shape[-2:]), self)
 
