@@ -102,7 +102,7 @@ class Yield:
         chains, chance, reach = [1.0], p.prior, 1.0
         for held, tried in zip(self._held.tolist(), self._tried.tolist(), strict=True):
             seen = tried + p.weight
-            chance = (held + p.weight * chance) / seen
+            chance = min((held + p.weight * chance) / seen, 1.0)  # sums that fade are rounded
             reach *= min(chance + errors * math.sqrt(chance * (1 - chance) / (seen + 1)), 1)
             chains.append(chains[-1] + reach)
         walked = self._walked + p.weight * (chains[-1] - 1)
