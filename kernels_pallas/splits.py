@@ -9,9 +9,9 @@ PROCESSORS = 132
 
 
 def choose_splits(blocks: int, steps: int, cost: int) -> int:
-    """Splits that finish soonest if slots have ``steps`` steps; unsplit, ``blocks`` thread blocks run.
+    """Number of splits that finishes soonest, for slots of ``steps`` steps.
 
-    cost: number of steps that a split costs beside its rows.
+    blocks: number of thread blocks without splits. cost: number of steps that a split costs beside its rows.
     """
 
     def time(splits: int) -> tuple[int, int]:

@@ -92,7 +92,7 @@ def mla_decode(
 
 
 def splits_of(blocks: int, columns: int) -> int:
-    """Splits that finish soonest if slots fill ``columns`` pages; see ``choose_splits``."""
+    """Number of splits that finishes soonest, for slots of ``columns`` pages; see ``choose_splits``."""
     return choose_splits(blocks, -(-columns // COMPUTE), _SPLIT_COST)
 
 

@@ -113,7 +113,10 @@ def _is_ours(folder: int) -> bool:
 
 
 def _own(parent: int, name: str) -> int:
-    """Open a folder in another, or make it there. Raises OSError unless its owner is this user or root."""
+    """Open the folder ``name`` in an open folder; it is made first if it is missing.
+
+    Raises OSError unless its owner is this user or root.
+    """
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=parent)
     found = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)

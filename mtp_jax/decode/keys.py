@@ -189,7 +189,7 @@ class StepKey:
 
     @property
     def way(self) -> tuple[int, int]:
-        """Drafts made and drafts verified for each slot: the choices that a bucket leaves."""
+        """Drafts made and drafts verified per slot: the two choices that a bucket leaves open."""
         return self.depth, self.depth if self.kept is None else self.kept
 
     @property

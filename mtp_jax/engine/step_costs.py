@@ -20,7 +20,7 @@ class Standing(IntEnum):
 
 
 class Costs:
-    """Seconds of one bucket's steps, by way, relative to the machine's pace.
+    """Cost of one bucket's steps for each way (``StepDepths``): seconds, divided by the machine's pace.
 
     A cost is a lower median, as a step is often slower than it should be and never faster. Two measurements
     of a higher standing replace all of a lower one.

@@ -92,7 +92,7 @@ class WindowSlots:
 
 @struct.dataclass
 class WindowCache:
-    """The cache of a layer that attends to a window of tokens, and perhaps to entries (``compressor``).
+    """The cache of a layer that attends to a window of tokens and, in some models, to compressed entries.
 
     An entry lies in the page of its last token, so that a page is whole. Roll-back is a length: an entry
     with a rejected token is made again before a token sees it, and so are values of recent tokens.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 AccessLog = Literal["text", "json", "off"]
 LOGGER = logging.getLogger("serve.access")
 _KEY = "access_record"
-# Most characters of a client's own text, and of an error's message, which may quote the refused value.
+# Length limit of a client's own text, and of an error's message, which may quote the refused value.
 _MOST_CHARACTERS = 256
 
 

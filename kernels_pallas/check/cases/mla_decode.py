@@ -20,7 +20,7 @@ SCALE = 192**-0.5
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """Slots with ``lengths`` rows before their windows of ``window`` tokens, on a device with some heads.
+    """One shape: slots with ``lengths`` rows before windows of ``window`` tokens, ``heads`` on one device.
 
     Attributes:
         counts: number of tokens of each slot's window that see rows; None: all. Other tokens get zeros if

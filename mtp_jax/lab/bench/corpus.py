@@ -26,7 +26,7 @@ MAX_BYTES = 400_000
 HELD_OUT_FRACTION = 0.08  # of Python 3.11: about 120 files, 80 of them long enough for a prompt
 ENCODE_BATCH = 256
 
-# Folders, by any component of the relative path: other people's packages, and files broken on purpose.
+# A file in a folder of such a name, at any depth, is skipped: installed packages, files broken on purpose.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "encoded_modules", "tokenizedata"}
 )

@@ -24,7 +24,7 @@ TIMES: Mapping[str, Callable[[RequestTimes], float | None]] = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """A load, and its outcomes by name.
+    """The outcomes of serving one load, with drafts and without, by the name of the run.
 
     Attributes:
         title: the deployment and the load, in lines.

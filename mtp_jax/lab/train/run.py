@@ -91,9 +91,9 @@ def checked(step: int, losses: jax.Array, grad_norm: jax.Array) -> tuple[list[fl
 
 
 def check_same_run(path: Path, now: JsonObject, beside: JsonObject, resuming: bool) -> None:
-    """Write the facts of a run. Facts that stand there must be the same; the steps to come may be changed.
+    """Write the facts of a run. If ``resuming``, ``now`` must match the file; ``beside`` may differ from it.
 
-    Raises CheckpointError.
+    Raises CheckpointError where a fact of ``now`` has changed.
     """
     if resuming:
         before = _read_run(path)

@@ -1,4 +1,4 @@
-"""The head that a tuning begins with, beside the tables of its trunk; and the tuned head as a folder."""
+"""Loads or makes the head to tune, with its trunk's tables; writes the tuned head to a folder."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -26,7 +26,7 @@ from mtp_jax.model.narrow import (
     readable,
 )
 
-# A slice has the float32 of a vector register, or more where that would give too many slices.
+# A slice is as wide as a vector register of float32, or wider where there would be too many slices.
 _LANES, SLICES = 16, 64
 # Number of sums that grow side by side, as an addition waits about four cycles for the addition before it.
 _SUMS = 4
@@ -108,8 +108,8 @@ def multiply(
 ) -> Float[Array, "*c l"]:
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
 
-    lead: shape that the outputs of w are seen in. pick: takes the weights to be multiplied from an array
-    [*lead, n]. The slice is taken first and the weight then: XLA would copy the weight otherwise. slices:
+    lead: shape to which all dimensions of w but the last are reshaped. pick: selects the weights to multiply
+    from an array [*lead, n]. The slice is taken first and the weight then: XLA would copy the weight otherwise. slices:
     approximate maximum of slices.
     """
     numbers, widen, scale_of = _read(w, lead)
