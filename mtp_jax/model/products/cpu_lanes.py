@@ -109,8 +109,8 @@ def multiply(
     """Products of inputs, added up but for the last few lanes, which ``sum_lanes`` sums.
 
     lead: shape to which all dimensions of w but the last are reshaped. pick: selects the weights to multiply
-    from an array [*lead, n]. The slice is taken first and the weight then: XLA would copy the weight otherwise. slices:
-    approximate maximum of slices.
+    from an array [*lead, n]. The slice is taken first and the weight then: otherwise XLA would copy it.
+    slices: approximate maximum of slices.
     """
     numbers, widen, scale_of = _read(w, lead)
     inputs = w.shape[-1]
