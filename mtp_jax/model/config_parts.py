@@ -71,7 +71,7 @@ class RopeScaling(ABC):
 
     @abstractmethod
     def shares(self, i: Any, inv: Any, theta: float) -> Any:
-        """For each frequency, the share of it that ``factor`` divides: an array of numbers from 0 to 1.
+        """The share of each frequency that ``factor`` divides: an array of numbers from 0 to 1.
 
         i: number of each frequency. inv: the frequencies. theta: their base.
         """

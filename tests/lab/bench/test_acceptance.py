@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_model_is_read(
     option, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "depth", "--model", "no/model", option, str(tmp_path)]) == 2
+    assert cli.main(["bench", "depth", "--model", "no/such/model", option, str(tmp_path)]) == 2
     assert f"{tmp_path} cannot be written; name another file" in capsys.readouterr().err
 
 

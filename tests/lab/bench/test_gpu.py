@@ -169,7 +169,7 @@ def test_a_dry_run_fails_where_a_program_does_not_lower(monkeypatch, tmp_path, c
             ["nothing"],
             "nothing is neither a directory nor a shape; name a directory with config.json, or one",
         ),
-        (["no/such"], "no/such is not a directory; name one with config.json and safetensors"),
+        (["no/such/folder"], "no/such/folder is not a directory; name one with config.json and safetensors"),
         ([], "name a directory with config.json, or one of share, deep, wide, sparse, joyai, tiny"),
         (["tiny", "--slots", "1,0"], "argument --slots: '0' is not an integer of 1 or more"),
         (["tiny", "--depths", "0,32"], "--depths 32; expected 0 to 31 drafts"),
