@@ -134,7 +134,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     config, room = _with_eos(config, tokenizer), None
     drafting = replace(config, drafter=outside) if outside else config
     if not (drafting.drafts or options.asks_for_drafts):
-        _LOG.warning("%s has no NextN layers: no tokens are drafted; a head (draft_model) may", directory)
+        _LOG.warning("%s has no NextN layers, so no tokens are drafted; a draft_model could", directory.name)
         engine = engine.without_drafts()
     decoding = decoding_of(drafting, engine, on)
     if engine.memory_fraction is not None:

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,8 @@ def _constants() -> Iterator[tuple[str, str, Any]]:
 
 def _members(place: str, owner: object, module: str) -> Iterator[tuple[str, str, Any]]:
     """The constants and functions of a module, or of a class in it, with their place and name."""
-    for name, value in list(vars(owner).items()):
+    # Sorted, as the order of imports decides the order of a package's modules.
+    for name, value in sorted(vars(owner).items(), key=itemgetter(0)):
         if name.startswith("__"):
             continue
         if isinstance(value, _CONSTANTS):

@@ -171,7 +171,8 @@ class Engine:
                 pages = tuple(range(min(key.pages, self.pages)))
                 held = self.runner.do(launches.ReadPages(0, pages)).read()
                 self.runner.do(launches.WritePages(0, pages, held))
-        steps = [k for k in new if isinstance(k, StepKey) and k.slots] if self.config.adaptive_depth else []
+        chosen = self.config.adaptive_depth and self.config.num_speculative_tokens > 0
+        steps = [k for k in new if isinstance(k, StepKey) and k.slots] if chosen else []
         for key in self.depth.warm_up([k.at(d) for k in steps for d in self._depths(k)]):
             seconds = self._arrive(self._run(key, self._chunk(key), []))[1]
             self.depth.learn(key, seconds + self._deferring(key), [], [])

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -491,6 +492,16 @@ def test_warm_up_measures_every_depth():
     engine.submit(request)
     finish(engine)
     assert engine.stats().realised_speedup is not None
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_warm_up_repeats_a_step_only_where_there_are_depths_to_choose_from(most, monkeypatch):
+    engine, _ = on_device(adaptive_depth=True, num_speculative_tokens=most)
+    ran, run = Counter(), engine._run
+    monkeypatch.setattr(engine, "_run", lambda key, *given: ran.update([key]) or run(key, *given))
+    engine.prepare([engine.make_request(prompts(1)[0], GREEDY)])
+    assert ran
+    assert (max(ran.values()) == 1) == (most == 0)
 
 
 def choose_in_turn(engine, monkeypatch):
