@@ -31,6 +31,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model import hyper
 from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
 from mtp_jax.model.attention.cpu import CpuLatent
+from mtp_jax.model.attention.cpu_gqa import CpuGqa
 from mtp_jax.model.attention.gqa import Gqa, HopperGqa
 from mtp_jax.model.attention.kind import Asked, Kind
 from mtp_jax.model.attention.latent import Latent
@@ -329,7 +330,7 @@ def xla_cpu(
     """Parts in forms that are fast in XLA on a CPU (docs/cpu.md)."""
     on = CpuProducts(mesh, matrices)
     own = CpuExperts(on, experts, exchange)
-    return Backend(on, kinds(CpuLatent(on, form), Gqa(on), Compressed(on)), own, by_loop, micro_batches)
+    return Backend(on, kinds(CpuLatent(on, form), CpuGqa(on), Compressed(on)), own, by_loop, micro_batches)
 
 
 def mosaic_gpu(

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.attention import cpu as cpu_attention
 from mtp_jax.model.attention.gqa import KvHeads, Queries
-from mtp_jax.model.attention.source import Whole
+from mtp_jax.model.attention.source import Paged, Whole
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla, xla_cpu
 from mtp_jax.model.cache import Entries, LayerCache, PagedView, empty_cache, read_rows
 from mtp_jax.model.layers import rope_angles
@@ -92,6 +93,40 @@ def test_a_broken_row_stays_with_those_that_see_it(fp8: bool, on: Any):
     assert np.isnan(got[:, -1]).all()
     assert np.isnan(found[:, T - 1, : G * H]).all()
     assert not found[:, T - 1, G * H :].any()
+
+
+@pytest.mark.parametrize("parts", apart([1, 4], 4))
+def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, parts: int, rng):
+    """Blocks of two pages, the last of one, NaN from the first row nobody sees; an idle slot gives zeros.
+
+    How many blocks another slot needs changes nothing, to the bit.
+    """
+    size, columns, width = 4, 5, 3
+    monkeypatch.setattr(cpu_attention, "_BLOCK", 2 * size)
+    q = jnp.asarray(rng.normal(size=(B, width, N // parts, H)).astype(np.float32))
+    heads = KvHeads(jnp.arange(N)[: N // parts] // (N // G), G, N // G)
+    table = rng.permutation(B * columns).reshape(B, columns)
+    rows = rng.normal(size=(B * columns + 1, size, 2 * G * H)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attended(on: Backend, cache: LayerCache, view: PagedView) -> jax.Array:
+        return gqa(on).attend(Queries(q), heads, Paged(cache, view, CFG.row), CFG.softmax_scale)
+
+    found = {}
+    for others in (-1, 2, size, 3 * size, columns * size - width):
+        ends = np.array([size + 1, others])
+        positions = np.where(ends[:, None] < 0, -1, ends[:, None] + np.arange(width))
+        (view,) = views(jnp.asarray(table, jnp.int32), jnp.asarray(positions, jnp.int32))
+        pages = rows.copy()
+        for slot in range(B):
+            seen = (np.arange(columns * size) <= positions[slot].max()).reshape(columns, size, 1)
+            pages[table[slot]] = np.where(seen, pages[table[slot]], np.nan)
+        cache = LayerCache(jnp.asarray(pages))
+        found[others] = np.asarray(attended(xla_cpu(), cache, view))
+        near(found[others], attended(xla(), cache, view), H + columns * size)
+    np.testing.assert_array_equal(found[-1][1], 0)
+    for got in found.values():
+        np.testing.assert_array_equal(got[0], found[-1][0])
 
 
 def test_an_fp8_row_is_rounded_head_by_head():

@@ -23,7 +23,7 @@ from mtp_jax.model.params import Attention
 from mtp_jax.model.visible import MAX_AHEAD
 
 # The least peak of scores: a token that sees nothing (an idle slot) must get zeros, not NaN.
-_LEAST = jnp.finfo(jnp.float32).min
+LEAST = jnp.finfo(jnp.float32).min
 # Cached rows that absorbed attention of windows takes at a time: smaller blocks cost more in calls than in
 # products. A chunk's blocks are as long as the chunk, as often no more rows are cached.
 _BLOCK = 256
@@ -59,7 +59,7 @@ class CpuLatent(Latent):
         """
         if isinstance(source, Chosen):
             return super().attend(q, w, source, scale)
-        (read, blocks), form = _blocks(source, q.nope.dtype), source.form
+        (read, blocks), form = blocks_of(source, q.nope.dtype), source.form
         rank, (slots, width, heads, _) = w.k.shape[-1], q.nope.shape
         by_head, wide = (slots, heads, width), []
         if form == "absorbed":
@@ -101,7 +101,7 @@ class CpuLatent(Latent):
             return jnp.where(at > mixes, top, so_far * shrunk + more)
 
         # The columns are: the mix of cached rows, the sum of their weights, the peak of scores.
-        start = jnp.where(columns() > mixes, _LEAST, 0).astype(jnp.float32)
+        start = jnp.where(columns() > mixes, LEAST, 0).astype(jnp.float32)
         alone = isinstance(blocks, int) and blocks == 1
         end = block(0, start) if alone else jax.lax.fori_loop(0, blocks, block, start)
         context = (end[..., :mixes] / jnp.maximum(end[..., mixes:-1], 1e-30)).astype(queries.dtype)
@@ -151,7 +151,7 @@ def _apart(x: Float[Array, "N T a"], slots: int) -> Float[Array, "B W N a"]:
     return x.reshape(len(x), slots, -1, x.shape[2]).transpose(1, 2, 0, 3)
 
 
-def _blocks(source: Whole | Paged, dtype: Any) -> tuple[Read, Int[Array, ""] | int]:
+def blocks_of(source: Whole | Paged, dtype: Any) -> tuple[Read, Int[Array, ""] | int]:
     """The blocks of a source, and the number of blocks up to the last row that some token sees."""
     if isinstance(source, Whole):
         return lambda _: source.read(dtype), 1

@@ -74,17 +74,31 @@ class Gqa(OverRows):
         q: queries of all heads, or of one device's heads, which are whole groups or lie within one group.
         """
         assert not isinstance(source, Chosen), "there is no indexer that could have chosen"
-        (rows, mask), whole = source.read(q.whole.dtype), q.whole
-        slots, width, heads, dim = whole.shape
-        keys, values = (a.reshape(*rows.shape[:2], w.count, dim) for a in jnp.split(rows, 2, axis=-1))
-        count = max(heads // w.group, 1)
-        if count < w.count:
-            keys, values = (jax.lax.dynamic_slice_in_dim(a, w.of[0], count, axis=2) for a in (keys, values))
-        asked = whole.reshape(slots, width, count, heads // count, dim)
+        (rows, mask), asked = source.read(q.whole.dtype), self.by_group(q.whole, w)
+        slots, width, groups, heads, _ = asked.shape
+        keys, values = self.of_groups(rows, w, groups)
         scores = jnp.einsum("bwgqh,blgh->bgqwl", asked, keys, preferred_element_type=jnp.float32)
-        weights = masked_softmax(scores.reshape(slots, heads, width, -1), mask, scale).astype(rows.dtype)
-        by_group = weights.reshape(slots, count, heads // count, width, -1)
-        return jnp.einsum("bgqwl,blgh->bwgqh", by_group, values).reshape(whole.shape)
+        scores = scores.reshape(slots, groups * heads, width, -1)
+        weights = masked_softmax(scores, mask, scale).astype(rows.dtype)
+        by_group = weights.reshape(slots, groups, heads, width, -1)
+        return jnp.einsum("bgqwl,blgh->bwgqh", by_group, values).reshape(q.whole.shape)
+
+    @staticmethod
+    def by_group(whole: Float[Array, "B W N h"], w: KvHeads) -> Float[Array, "B W G Q h"]:
+        """The queries by the kv head that they share."""
+        slots, width, heads, dim = whole.shape
+        groups = max(heads // w.group, 1)
+        return whole.reshape(slots, width, groups, heads // groups, dim)
+
+    @staticmethod
+    def of_groups(
+        rows: Float[Array, "B L c"], w: KvHeads, groups: int
+    ) -> tuple[Float[Array, "B L G h"], Float[Array, "B L G h"]]:
+        """Keys and values of the kv heads that ``groups`` groups of this device's queries share."""
+        both = [a.reshape(*rows.shape[:2], w.count, -1) for a in jnp.split(rows, 2, axis=-1)]
+        if groups < w.count:
+            both = [jax.lax.dynamic_slice_in_dim(a, w.of[0], groups, axis=2) for a in both]
+        return both[0], both[1]
 
 
 @dataclass(frozen=True)
