@@ -33,7 +33,7 @@ from tests.models import GREEDY, accepted, finish, prompts, serve
 
 WORST, MEAN = 0.95, 1.0
 FEW = SEEDS[4:6]  # the latter misleads a controller that never probes
-rest = pytest.mark.rest
+rest, slow = pytest.mark.rest, pytest.mark.slow
 FIRST = ("batch 1, drafts pay", "batch 1, drafts do not pay")
 some_and_all = pytest.mark.parametrize(
     "seeds", [FEW, pytest.param(SEEDS, marks=pytest.mark.slow)], ids=lambda seeds: f"{len(seeds)} seeds"
@@ -116,7 +116,8 @@ PROBE = "a probe 2 to 5 times as long"
         ("bfloat16, AVX2", "none", PROBE),
         ("windows nearly free", "all", PROBE),
         ("demo model", "0.85, 0.75, 0.65", "first calls 2 to 5 times as long"),
-        *(pytest.param(*case, marks=rest) for case in itertools.product(MACHINES, DRAFTS, ("right", PROBE))),
+        *(pytest.param(machine, "0.7", PROBE, marks=rest) for machine in MACHINES),
+        *(pytest.param(*case, marks=slow) for case in itertools.product(MACHINES, DRAFTS, ("right", PROBE))),
     ],
 )
 def test_a_first_answer_is_near_the_best_fixed_depth(machine, drafts, mistake):
@@ -125,7 +126,7 @@ def test_a_first_answer_is_near_the_best_fixed_depth(machine, drafts, mistake):
 
 
 @rest
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", [PROBE, *(pytest.param(m, marks=slow) for m in MISTAKES if m != PROBE)])
 def test_a_first_answer_on_any_machine(mistake):
     """Curves of costs and chances at random; few of them lie at the border where every choice is a guess."""
     found = sorted(mean(first_answers(*anything(i), MISTAKES[mistake], range(3))) for i in range(100))

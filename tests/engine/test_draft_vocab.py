@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=3)
 PROMPTS = prompts(4, vocab=SMALL.vocab_size)
 PARAMS = tiny_params(SMALL)
-rest = pytest.mark.rest
+rest, slow = pytest.mark.rest, pytest.mark.slow
 
 
 def engine_of(**config: Any) -> Engine:
@@ -97,7 +97,7 @@ def test_a_mesh_changes_nothing(shape):
     assert rows.table.sharding.shard_shape(rows.table.shape)[0] == len(rows.table) // shape[1]
 
 
-@rest
+@slow
 def test_trees_are_grown_of_the_part():
     given: dict[str, Any] = {"tree": "2x3x6", "num_speculative_tokens": 6, "verifier": "coupled"}
     for options in (GREEDY, SAMPLED):
@@ -108,7 +108,7 @@ def test_trees_are_grown_of_the_part():
         assert 0 < some < most
 
 
-@rest
+@slow
 def test_a_grammar_may_leave_nothing_of_the_part(tmp_path):
     """Where no token of the part is allowed there is no draft, and the text is the grammar's."""
     tokenizer = Tokenizer.from_dir(tiny_tokenizer.write(tmp_path, 104))
