@@ -191,7 +191,7 @@ def _with_draft_vocab(
 
 
 def _without_idle_list(engine: EngineConfig, options: LLMOptions, params: Params) -> EngineConfig:
-    """The options without a list that nobody asked for, beside drafts with a table of their own."""
+    """Drop the folder's list of tokens where drafts have a table of their own, unless it is asked for."""
     idle = options.draft_vocab is None and not shares_table(params)
     return replace(engine, draft_vocab=None) if idle else engine
 

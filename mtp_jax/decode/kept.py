@@ -44,9 +44,9 @@ class KeptPrograms:
     def __init__(self, folder: Path | None, mesh: Mesh | None, *shared: Any) -> None:
         """Reads nothing yet.
 
-        folder: one that no other user may write to; None: nothing is kept. mesh: the mesh that the programs
-        run on, None: the first device. shared: the facts that determine all of the programs, together with a
-        program's key.
+        folder: a folder that no other user may write to; None: nothing is kept. mesh: the mesh that runs the
+        programs; None: the first device. shared: the facts that determine all of the programs, together with
+        a program's key.
         """
         self.loaded = self.compiled = 0
         self.folder, self._mesh = folder, mesh

@@ -100,8 +100,8 @@ class Costs:
     def _renews(self, incumbent: StepDepths) -> bool:
         """Whether a settled step is one of the first since its way became the incumbent.
 
-        The first steps are as many as a probe measures: their median over several turns is right, even if the
-        pace changes.
+        The number of first steps is that of a probe's measured steps. Their median over several turns is
+        right, even if the pace changes.
         """
         if incumbent != self._pacer:
             self._renewals = 0 if self._pacer is None else self._policy.block // 2

@@ -81,7 +81,7 @@ class GgufTokens:
 
 
 def _way(facts: Mapping[str, Any]) -> str:
-    """The way in which text is first split. Raises CheckpointError for one that is not known here."""
+    """The way in which text is first split. Raises CheckpointError for an unknown way."""
     for key, known in (("tokenizer.ggml.model", (_BPE,)), ("tokenizer.ggml.pre", tuple(_WAYS))):
         if (got := facts.get(key)) not in known:
             raise CheckpointError(f"{key} = {got!r:.80} is not supported; expected {' or '.join(known)}")

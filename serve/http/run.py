@@ -35,7 +35,7 @@ _TLS_HANDSHAKE = b"\x16\x03"  # a record of that type, and the major version of 
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Take the port, before any slow work. Nobody can connect yet.
+    """Bind the port before any slow work; clients cannot connect yet.
 
     Raises ConfigError if the port is not free, or the files of ``tls_context`` are wrong.
     """

@@ -87,7 +87,7 @@ def bf16(spec: Spec) -> Any:
 
 
 def fp8(spec: Spec) -> Any:
-    """As an FP8 checkpoint is kept: tables in bfloat16, ``kv_b`` where heads end with blocks."""
+    """An FP8 checkpoint as it is kept: tables in bfloat16, ``kv_b`` in FP8 where heads end with blocks."""
     if spec.float32 or len(spec.tensor_shape) < 2 or not (FP8.can_stay(spec) or FP8_BY_HEAD.can_stay(spec)):
         return float32(spec)
     if spec.init == "embedding":

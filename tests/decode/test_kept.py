@@ -231,7 +231,7 @@ def test_the_digest_holds_the_source_of_all_that_traces():
         assert used <= facts.TRACING, name
 
 
-# Files: of any contents, the program is the one that was asked for.
+# Files. The program is the one that was asked for, whatever a file holds.
 
 
 def lowered(factor: int) -> Callable[[], jax.stages.Compiled]:

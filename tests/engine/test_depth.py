@@ -100,7 +100,7 @@ class OneProbe(DepthController):
 
 
 class NoDoubt(Costs):
-    """Takes the first steps with requests for the machine's pace, whatever warm-up measured."""
+    """Mistakes the first steps with requests for the machine's pace: a planted bug."""
 
     def served(self, way):
         return self.known(way)

@@ -137,7 +137,7 @@ def test_orbax_keeps_the_heads(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_the_heads(tmp_path: Path, monkeypatch, capsys) -> None:
-    """As its docstring says, with examples/ in the path; without, an error that names the way."""
+    """The command of its docstring works with examples/ in the path; without it, an error names the path."""
     monkeypatch.setattr(kinds, "_ADDED", [])
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     heads = in_vllms_names(medusa.write(tmp_path / "heads"), tmp_path / "vllm")

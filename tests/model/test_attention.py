@@ -188,7 +188,7 @@ def test_the_two_forms_have_the_same_derivatives(on, rng):
 @pytest.mark.parametrize("form", apart(get_args(Form), "absorbed"))
 @pytest.mark.parametrize("columns", apart([4, 5], 5))
 def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, columns, form, rng):
-    """Blocks of two pages, the last of one, NaN from the first row nobody sees; an idle slot gives zeros.
+    """Blocks have two pages, the last has one. Rows that no token sees are NaN. An idle slot gives zeros.
 
     How many blocks another slot needs changes nothing, to the bit.
     """

@@ -97,7 +97,7 @@ def test_a_broken_row_stays_with_those_that_see_it(fp8: bool, on: Any):
 
 @pytest.mark.parametrize("parts", apart([1, 4], 4))
 def test_blocks_of_the_cache_equal_all_of_it(monkeypatch, parts: int, rng):
-    """Blocks of two pages, the last of one, NaN from the first row nobody sees; an idle slot gives zeros.
+    """Blocks have two pages, the last has one. Rows that no token sees are NaN. An idle slot gives zeros.
 
     How many blocks another slot needs changes nothing, to the bit.
     """

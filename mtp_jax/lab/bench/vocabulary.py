@@ -15,7 +15,7 @@ from mtp_jax.model.draft_vocab import write
 from mtp_jax.model.family import config_of_file
 from mtp_jax.text.tokenizer import Tokenizer
 
-_FEWEST = 128
+_FEWEST = 128  # tokens in the table's first row: a copy of fewer rows is padded to this number
 
 
 def run(model: str, files: Sequence[Path], most: int | None, to: Path | None) -> Report:

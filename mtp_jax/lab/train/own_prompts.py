@@ -11,7 +11,7 @@ from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonObject
 
 LONGEST = 128
-"""Tokens of a prompt at most: a text that has not ended there is no prompt."""
+"""Tokens of a prompt at most: a text that has not ended there is no prompt. A question is a few sentences."""
 
 # Below 0.7 the same questions come again, above 1 a small model writes no language.
 _TEMPERATURES = (0.7, 0.85, 1.0)

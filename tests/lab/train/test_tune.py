@@ -222,8 +222,9 @@ def test_a_model_writes_its_prompts(model: Path, tmp_path: Path) -> None:
     write_own_prompts(again, 5, 7, {"temperature": 0.5}, path, Silent(), "prompts")
     assert not again.asked
     assert [json.loads(line).get("temperature") for line in path.read_text().splitlines()] == [None] * 5
+    monotone: Any = Dictating(model, ["five"])
     with pytest.raises(RequestError, match="of 8 texts that the model wrote as a user 0 were new prompts"):
-        write_own_prompts(Dictating(model, ["five"]), 9, 7, {}, tmp_path / "q.jsonl", Silent(), "")  # type: ignore[arg-type]
+        write_own_prompts(monotone, 9, 7, {}, tmp_path / "q.jsonl", Silent(), "")
 
 
 @pytest.mark.parametrize(
