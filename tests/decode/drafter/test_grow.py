@@ -1,5 +1,7 @@
 """Trees as a drafter grows them: the choice of nodes, a plain construction without a cache, and the law."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,14 @@ from mtp_jax.decode.keys import TreeShape
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.build import build
+from mtp_jax.model.config import IndexerConfig, ModelConfig
 from tests.decode.law import CFG, Case, emitted, p_values
-from tests.models import Reference, _run_nextn, accepted, make_engine, prompts, rigged, serve
+from tests.models import TINY, Reference, _run_nextn, accepted, make_engine, prompts, rigged, serve
 
-SHAPE = TreeShape(3, 3, 8)
+# Every node sees more rows than its layer chooses. DeepSeek-V3.2 has groups of experts, GLM-5.1 has none.
+INDEX = IndexerConfig(heads=4, dim=8, topk=8, shared=(False, False))
+V32 = replace(TINY, indexer=INDEX)
+GLM5 = replace(TINY, n_group=1, topk_group=1, indexer=replace(INDEX, interleaved=True))
 
 
 def candidates(rng: np.random.Generator, rows: int) -> Candidates:
@@ -64,11 +70,25 @@ def plain_tree(told: Reference, ids: list[int], shape: TreeShape) -> set[tuple[i
 
 
 @pytest.mark.rest
-def test_an_engine_accepts_the_ways_of_plain_trees():
+@pytest.mark.parametrize(
+    ("cfg", "tree"),
+    [
+        pytest.param(TINY, "3x3x8", id="dense"),
+        pytest.param(V32, "4x3x12", id="v32", marks=pytest.mark.slow),
+        pytest.param(GLM5, "4x3x12", id="glm5"),
+    ],
+)
+def test_an_engine_accepts_the_ways_of_plain_trees(cfg: ModelConfig, tree: str):
     """The text is that of depth 0, and a chain of as many steps takes more of them."""
-    shape, told, tokens = SHAPE, Reference(rigged(noise=1.3)), 24
+    shape, told, tokens = TreeShape.of(tree), Reference(rigged(cfg, noise=1.3), cfg), 24
     engine = make_engine(
-        told.params, tree="3x3x8", num_speculative_tokens=shape.nodes, verifier="coupled", max_num_seqs=2
+        told.params,
+        cfg,
+        tree=tree,
+        num_speculative_tokens=shape.nodes,
+        verifier="coupled",
+        max_num_seqs=2,
+        max_model_len=80,
     )
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     some = prompts(2, 20)
