@@ -46,10 +46,6 @@ def check_sizes(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"max_num_seqs = {config.max_num_seqs} does not divide into micro_batches = "
             f"{config.micro_batches} of {shards} data shards each"
         )
-    if config.micro_batches > 1 and cfg.attention.sparse:
-        raise ConfigError(
-            f"micro_batches = {config.micro_batches} is not there for models with sparse attention; use 1"
-        )
     if config.page_size % (unit := cfg.attention.page_unit):
         nearest = -(-config.page_size // unit) * unit
         raise ConfigError(

@@ -121,7 +121,11 @@ def test_chunks_of_prompts_change_nothing(cfg: ModelConfig, chunk: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [{}, {"redundant_experts": 4, "expert_exchange": "all_to_all"}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"redundant_experts": 4, "expert_exchange": "all_to_all"}, {"micro_batches": 2}],
+    ids=str,
+)
 def test_a_mesh_changes_nothing(cfg: ModelConfig, config: dict[str, Any]):
     """Slots and pages over two data shards; heads, groups of heads and experts over two more."""
     mesh = make_mesh(2, 2)
@@ -177,7 +181,6 @@ def test_other_modes_change_no_text(cfg: ModelConfig, config: dict[str, Any]):
         ({"page_size": 64}, "page_size = 64; expected a multiple of 128, such as 128"),
         ({"page_size": 200}, "such as 256"),
         ({"tree": "3x3x7", "num_speculative_tokens": 7, "verifier": "coupled"}, "consecutive tokens"),
-        ({"micro_batches": 2}, "micro_batches = 2"),
     ],
 )
 def test_options_that_do_not_go_with_entries_are_refused(config: dict[str, Any], message: str):

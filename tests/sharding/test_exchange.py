@@ -14,6 +14,7 @@ import pytest
 from kernels_pallas.quantised import Quantised, quantise
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.backend import xla, xla_cpu
+from mtp_jax.model.config import IndexerConfig
 from mtp_jax.model.experts import exchange as exchanges
 from mtp_jax.model.experts.exchange import Exchange, by_gather, exchange_of, reached, shards_of_a_host
 from mtp_jax.model.params import Moe, Params
@@ -149,12 +150,25 @@ def test_rows_in_e4m3_travel_with_their_scales(domain):
         near(y, want, 4)
 
 
+ONE_LAYER = gqa(replace(TINY, nextn_moe=(True,), num_hidden_layers=1, first_k_dense_replace=0))
+# Its second layer attends to what the first one chose.
+INDEX = IndexerConfig(heads=4, dim=8, topk=8, shared=(False, True))
+SPARSE = replace(TINY, nextn_moe=(True,), indexer=INDEX)
+
+
 @pytest.mark.rest
-@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("room", [1.5, pytest.param(1e-6, marks=pytest.mark.slow)])
-def test_an_engine_serves_the_same_tokens(room, batches, monkeypatch):
+@pytest.mark.parametrize(
+    ("cfg", "batches", "room"),
+    [
+        pytest.param(SPARSE, 2, 1.5, id="sparse"),
+        pytest.param(ONE_LAYER, 2, 1.5, id="batches", marks=pytest.mark.slow),
+        pytest.param(ONE_LAYER, 1, 1.5, id="whole", marks=pytest.mark.slow),
+        pytest.param(ONE_LAYER, 1, 1e-6, id="gathered", marks=pytest.mark.slow),
+        pytest.param(ONE_LAYER, 2, 1e-6, id="batches gathered", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_serves_the_same_tokens(cfg, batches, room, monkeypatch):
     """Prompts and drafts of an MoE NextN layer, too; with room for one row nearly all are gathered."""
-    cfg = gqa(replace(TINY, nextn_moe=(True,), num_hidden_layers=1, first_k_dense_replace=0))
     params, mesh = tiny_params(cfg), make_mesh(4, 2)
     if room < 1:
         monkeypatch.setattr(Exchange, "capacity", lambda *_, **__: 1)
@@ -162,15 +176,16 @@ def test_an_engine_serves_the_same_tokens(room, batches, monkeypatch):
     options |= {"micro_batches": batches, "num_speculative_tokens": 2}
     engine = make_engine(on_mesh(params, mesh, cfg), cfg, mesh, **options)
     jobs = [(p, replace(GREEDY, max_tokens=12)) for p in prompts(5)]
-    reference = Reference(params, cfg)
+    reference, kept = Reference(params, cfg), 0
     for got in serve(engine, jobs):
         told = reference.speculate(got.prompt, 12, 2)
         assert (got.progress.output, accepted(got)) == (told.ids, told.accepted)
-        assert sum(told.accepted) > 0
+        kept += sum(told.accepted)
         ids = [*got.prompt, *got.progress.output]
         rows = reference.logprobs(ids)[len(got.prompt) - 1 : -1]
         terms, largest = of_model(cfg, len(ids)) + cfg.vocab_size, float(np.abs(reference.logits(ids)).max())
         near(chosen_logprobs(got), rows[range(12), got.progress.output], terms, size=largest)
+    assert kept > len(jobs)
 
 
 def test_room_follows_what_even_choices_need():
