@@ -61,6 +61,7 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("disable-radix-cache", "no-enable-prefix-caching"): ("--no-prefix-cache",),
     ("swap-space", "cpu-offload-gb", "hicache-size", "enable-hierarchical-cache"): ("--host-cache-gib",),
     ("cache-type-k", "cache-type-v", "kv-dtype"): ("--kv-cache-dtype",),
+    ("enable-return-routed-experts",): ("--return-routed-experts",),
     ("tool-call-parser",): ("--tool-parser",),
     ("default-chat-template-kwargs",): ("--chat-template-kwargs",),
     ("alias", "model-alias"): ("--served-model-name",),

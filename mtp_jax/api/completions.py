@@ -103,7 +103,13 @@ class CompletionState:
             speculation=request.progress.speculation.since(step),
             decode_seconds=self._decode_seconds() if self.done else None,
             stop_reason=request.progress.stop_reason if self.done else None,
+            routed_experts=self._routed_experts() if self.done else None,
         )
+
+    def _routed_experts(self) -> np.ndarray | None:
+        """The experts of the tokens that the output kept, but the last."""
+        read, kept = self.request.progress.routed_experts, len(self.request.prompt) + self.seen - 1
+        return read and read()[:kept]
 
     def _decode_seconds(self) -> float | None:
         first, last = self.request.progress.first_token_at, self.request.progress.finished_at

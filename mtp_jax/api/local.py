@@ -71,6 +71,7 @@ def make_runner(
         config.dtype,
         config.kv_cache_dtype == "fp8",
         1 + config.num_speculative_tokens,
+        config.return_routed_experts,
     )
     runner = LocalRunner(decoding, params, shape, allocate=allocate, kept=kept)
     _check_host_cache(config, runner.page_bytes)

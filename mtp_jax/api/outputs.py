@@ -27,6 +27,9 @@ class CompletionOutput:
         decode_seconds: seconds from its first token to its end; None while it runs, and without a token.
         stop_reason: the stop string, or the token of ``stop_token_ids``, that ended it; None after the
             model's own end-of-sequence token, for every other end, and while it runs.
+        routed_experts: ids of the experts that each token of prompt and output, but the last of all, chose in
+            each MoE layer of the trunk, uint8 or uint16 [tokens, layers, k]; None where they are not asked
+            for, while it runs, and if it never ran. Fewer tokens where it ended while its prompt was read.
     """
 
     index: int
@@ -40,6 +43,7 @@ class CompletionOutput:
     speculation: Speculation
     decode_seconds: float | None = field(compare=False)
     stop_reason: str | int | None = None
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     def __add__(self, later: "CompletionOutput") -> "CompletionOutput":
         """Two deltas as one."""

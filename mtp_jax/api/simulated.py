@@ -28,7 +28,10 @@ def simulated_engine(
 ) -> Engine:
     """An engine whose outputs are texts of the language. seconds: duration of a step."""
     memory = SlotMemory(config.max_num_seqs, config.pages_per_shard(1), config.page_size, 1)
-    runner = Simulated(language, memory, seconds=seconds, margins=config.adaptive_verification)
+    routing = cfg.moe_layers, cfg.num_experts_per_tok, cfg.n_routed_experts
+    runner = Simulated(
+        language, memory, seconds=seconds, margins=config.adaptive_verification, routing=routing
+    )
     return Engine(cfg, config, runner, grammars, MARK)
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from mtp_jax.decode.arrays import ExpertLayout, SlotRow
 from mtp_jax.decode.drafter.protocol import Drafter
 from mtp_jax.decode.expert_counts import no_counts, taken
+from mtp_jax.decode.routed import empty_routed
 from mtp_jax.decode.sampling import neutral_state
 from mtp_jax.decode.state import Slots, State, StateShape
 from mtp_jax.errors import ConfigError
@@ -60,7 +61,9 @@ def abstract_state(
             sampling=neutral_state(shape.slots, cfg.vocab_size),
         )
         cache = tuple(part(first, n) for first, n in zip(firsts, groups, strict=False))
-        return State(cache, slots, drafter.empty(shape, pages), layout and no_counts(layout, mesh))
+        counts, own = layout and no_counts(layout, mesh), drafter.empty(shape, pages)
+        routed = empty_routed(pages, shape.page_size, cfg) if shape.routed else None
+        return State(cache, slots, own, counts, routed)
 
     state = jax.eval_shape(zeros)
     if mesh is None:

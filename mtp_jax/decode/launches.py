@@ -131,6 +131,20 @@ class ReadExperts(Launch[tuple[np.ndarray, np.ndarray]]):
 
 
 @dataclass(frozen=True)
+class ReadRouted(Launch[np.ndarray]):
+    """Read the experts that the first ``rows`` tokens in these pages of a data shard chose.
+
+    Later launches do not change the result: uint8 or uint16 [rows, layers, k]. Any thread may wait for it.
+    """
+
+    flushes: ClassVar[bool] = False
+
+    shard: int
+    pages: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
 class MoveExpert(Launch[None]):
     """Copy the expert in one expert slot of an MoE layer into another expert slot.
 

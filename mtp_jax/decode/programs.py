@@ -25,6 +25,7 @@ from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.kept import KeptPrograms
 from mtp_jax.decode.keys import DraftKey, Key, Origin, PageKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
+from mtp_jax.decode.routed import READ, read_routed
 from mtp_jax.decode.state import State
 from mtp_jax.decode.step import DraftAlone, Step
 from mtp_jax.json_object import JsonObject
@@ -191,6 +192,15 @@ class Programs:
         """The counts of experts, which begin anew."""
         return self._bookkeeping["read_experts"](state)
 
+    @property
+    def routed_pages(self) -> int:
+        """Pages that one call of ``read_routed`` reads."""
+        return min(READ, self._state.slots.page_table.shape[1])
+
+    def read_routed(self, state: State, numbers: Any) -> jax.Array:
+        """Experts that tokens in pages chose; numbers: int32 [routed_pages], counted over all shards."""
+        return self._bookkeeping["read_routed"](state.routed, numbers)
+
     def move_expert(self, moe: Moe, source: int, target: int, copies: Any) -> Moe:
         """A layer with the expert of slot ``source`` in slot ``target``, too; its weights are donated."""
         weights = moe.gate_up, moe.down
@@ -327,6 +337,10 @@ class Programs:
         if state.experts is not None:
             reading = jax.jit(read_experts, donate_argnums=0, out_shardings=self._out())
             lower["read_experts"] = lambda: reading.lower(state)
+        if state.routed is not None:
+            numbers = jax.ShapeDtypeStruct((self.routed_pages,), jnp.int32)
+            choosing = jax.jit(read_routed, out_shardings=self._everywhere)
+            lower["read_routed"] = lambda: choosing.lower(state.routed, numbers)
         # Kernels of the model are in one of them.
         found = {name: self._built(name, None, make, name == "flush") for name, make in lower.items()}
         return found if state.experts is None else found | self._compile_movers()

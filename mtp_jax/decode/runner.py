@@ -118,6 +118,8 @@ class LocalRunner(DeviceRunner):
                 self.state, counts = self.programs.read_experts(self.state)
                 _arriving(counts)
                 return lambda: tuple(map(np.asarray, counts))
+            case launches.ReadRouted(shard, pages, rows):
+                return self._read_routed(shard, pages, rows)
             case launches.Admit(slot, row, page):
                 # Without a cached prefix this is the spare page, whose drafter state no program reads.
                 page = self._shape.pages if page is None else page
@@ -174,6 +176,20 @@ class LocalRunner(DeviceRunner):
         def read() -> PageData:
             found = [[np.asarray(a)[:count] for a in arrays] for count, arrays in parts]
             return tuple(map(np.concatenate, zip(*found, strict=True)))
+
+        return read
+
+    def _read_routed(self, shard: int, pages: Sequence[int], rows: int) -> Callable[[], np.ndarray]:
+        size, cfg = self.programs.routed_pages, self.decoding.model.cfg
+        groups = [pages[i : i + size] for i in range(0, len(pages), size)]
+        numbers = [self._numbers(PageKey(size), shard, some) for some in groups]
+        parts = [self.programs.read_routed(self.state, own) for own in numbers]
+        _arriving(parts)
+        shape = rows, cfg.moe_layers, cfg.num_experts_per_tok
+
+        def read() -> np.ndarray:
+            whole = np.concatenate([np.asarray(part) for part in parts])
+            return whole.reshape(-1, whole.shape[-1])[:rows].reshape(shape)
 
         return read
 

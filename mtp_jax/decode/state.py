@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from mtp_jax.decode.arrays import SamplingState, SlotRow
 from mtp_jax.decode.expert_counts import ExpertCounts
+from mtp_jax.decode.routed import RoutedPages
 from mtp_jax.model.cache import WindowCache
 from mtp_jax.model.spec import Tree
 from mtp_jax.model.trunk import Caches
@@ -76,19 +77,22 @@ class DrafterState(struct.PyTreeNode):
 class State(struct.PyTreeNode):
     """The trunk's cache, one part per group of ``Params.layers``, the slots, and the drafter's part.
 
-    ``experts``: counts of chosen experts; None where nothing is counted.
+    Attributes:
+        experts: counts of chosen experts; None where nothing is counted.
+        routed: experts that each token in a page chose; None where they are not kept.
     """
 
     trunk: Caches
     slots: Slots
     drafter: DrafterState
     experts: ExpertCounts | None = None
+    routed: RoutedPages | None = None
 
     @property
     def in_pages(self) -> tuple[Any, ...]:
-        """Everything that lies in pages: a cache of the trunk each, and the drafter's part."""
+        """Everything that lies in pages: a cache of the trunk each, the drafter's part, chosen experts."""
         own = (c.pages if isinstance(c, WindowCache) else c for c in self.trunk)
-        return *own, self.drafter.pages
+        return *own, self.drafter.pages, self.routed
 
     @property
     def in_slots(self) -> tuple[Any, ...]:
@@ -102,8 +106,9 @@ class State(struct.PyTreeNode):
         def put(cache: Any, pages: Any) -> Any:
             return replace(cache, pages=pages) if isinstance(cache, WindowCache) else pages
 
-        trunk = tuple(map(put, self.trunk, parts[:-1]))
-        return self.replace(trunk=trunk, drafter=self.drafter.replace(pages=parts[-1]))
+        *caches, drafter, routed = parts
+        trunk = tuple(map(put, self.trunk, caches))
+        return self.replace(trunk=trunk, drafter=self.drafter.replace(pages=drafter), routed=routed)
 
     def with_slots(self, parts: tuple[Any, ...]) -> "State":
         """The state with other contents of ``in_slots``."""
@@ -123,6 +128,7 @@ class StateShape:
     ``pages`` are per data shard and can be handed out; each shard has one more (spare) for padding.
     ``dtype``: the cache's; ``fp8``: latents are in e4m3 instead. ``window``: most tokens of a slot that a
     step verifies, for which a cache keeps room; the widest window that there is, unless it is narrower.
+    ``routed``: whether pages have the experts that tokens chose.
     """
 
     slots: int
@@ -132,6 +138,7 @@ class StateShape:
     dtype: str = "float32"
     fp8: bool = False
     window: int = MAX_AHEAD + 1
+    routed: bool = False
 
 
 Which = int | Int[Array, " G"]

@@ -31,6 +31,7 @@ from mtp_jax.decode.keys import DraftKey, StepKey
 from mtp_jax.decode.part import Outputs, Part
 from mtp_jax.decode.prefill import Prompts
 from mtp_jax.decode.result import StepResult, stack
+from mtp_jax.decode.routed import kept
 from mtp_jax.decode.state import State, take_slots
 from mtp_jax.decode.windows import Windows
 from mtp_jax.errors import ConfigError
@@ -119,6 +120,9 @@ class Step:
         state, results = state.replace(trunk=traced.caches), []
         if state.experts is not None:
             state = state.replace(experts=counted(state.experts, traced.routing, self.model.on.mesh))
+        if state.routed is not None:
+            views = tuple(p.rows.view for p in parts)
+            state = state.replace(routed=kept(state.routed, traced.routing, views, self.model.on))
         for part, out in zip(parts, outputs, strict=True):
             state, result = part.conclude(params, state, out)
             results.append(result)

@@ -109,9 +109,12 @@ class Windows(Part):
         """The first ``count`` nodes of a tree's path as a chain: in the trunk's caches, and as rows."""
         rows, index, length = self.rows, jnp.arange(path.shape[1]), self.rows.slots.length[:, None]
         target = jnp.where((index < count[:, None]) & (path != index), length + index, -1)
-        caches = trunk.moved(state.trunk, self.decoding.model.on, rows.view.page_table, length + path, target)
+        table, on = rows.view.page_table, self.decoding.model.on
+        caches, routed = trunk.moved(state.trunk, on, table, length + path, target), state.routed
+        if routed is not None:
+            routed = on.move(routed, table, length + path, target)
         rows = rows._replace(tokens=along(path, rows.tokens), positions=length + index)
-        return state.replace(trunk=caches), rows
+        return state.replace(trunk=caches, routed=routed), rows
 
 
 @jax.named_scope("rank")

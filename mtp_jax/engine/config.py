@@ -104,6 +104,11 @@ class EngineOptions:
         metavar="GIB",
         needs={"prefix_cache": (True, "without prefixes no pages are kept")},
     )
+    return_routed_experts: bool = option(
+        False,
+        "keep the experts that every token chose beside its cache, for requests that ask for them "
+        "(routed_experts)",
+    )
     adaptive_depth: bool = option(
         False,
         "choose the depth of each step by measured speed; num_speculative_tokens is the most",

@@ -36,7 +36,7 @@ from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.depth_policy import adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.request import Request, Terms
-from mtp_jax.engine.results import Launched, logprobs, prompt_logprobs
+from mtp_jax.engine.results import Launched, logprobs, prompt_logprobs, routed_experts, stop_token
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Speculation
@@ -86,7 +86,7 @@ class Engine:
         self.balancer: Balancer | None = None
         if runner.layout:
             self.balancer = Balancer(runner.layout, runner, config.expert_rebalance)
-        self.scheduler = Scheduler(config, self.shards, self.tier)
+        self.scheduler = Scheduler(config, self.shards, self.tier, self._leaves)
         self.depth = DepthController(config.num_speculative_tokens, trees=config.trees)
         self.timings, self.counters = Timings(runner.clock), Counters()
         self.buckets = Buckets(config, self.shards, runner.any_depth)
@@ -267,6 +267,10 @@ class Engine:
         request.progress.end(reason, self.runner.clock())
         self.counters.finished[reason] += 1
 
+    def _leaves(self, request: Request) -> None:
+        """Take note of a request's experts before it gives its pages back."""
+        request.progress.routed_experts = routed_experts(request, self.scheduler, self.runner)
+
     def _admit_waiting(self) -> None:
         self._refresh()
         for request in self.scheduler.admit():
@@ -385,7 +389,7 @@ class Engine:
             self.scheduler.committed(request, launch.complete_rows(row, request))
         own.logprobs += logprobs(result, row, tokens[:count], request.params.logprobs)
         if finish is not Finish.RUNNING:
-            own.stop_reason = self._stop_token(request) if finish is Finish.STOP else None
+            own.stop_reason = stop_token(request, self.cfg) if finish is Finish.STOP else None
             self._finish(request, reason)
         return advanced
 
@@ -408,11 +412,6 @@ class Engine:
         found = look_ahead(self.grammars, own, request.params, request.stops, vocab, emitted)
         ends = {"complete": _REASONS[Finish.STOP], "no token": NO_TOKEN}
         return _REASONS[finish] if own.failed else ends.get(found, _REASONS[finish])
-
-    def _stop_token(self, request: Request) -> int | None:
-        """The stop token that ended a request; None for the model's own end-of-sequence token."""
-        own = () if request.params.ignore_eos else self.cfg.eos_token_ids
-        return None if request.progress.output[-1] in own else request.progress.output[-1]
 
     def _arrive(self, pending: Pending[Result]) -> tuple[Result, float]:
         """The result of a launch, and the seconds it took. A flush before it has its own time."""

@@ -3,10 +3,12 @@
 ``Request`` is frozen. The engine writes its ``Progress``, the scheduler its ``Residence``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypedDict
+
+import numpy as np
 
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation, TokenLogprobs
@@ -58,6 +60,8 @@ class Progress:
         rows_bound: number of tokens that the sequence can have at most once all launches are read.
         cached_tokens: number of prompt tokens found in the prefix cache at its first admission.
         weight_version: name of the weights that it ran with last; None before its first admission.
+        routed_experts: waits for the experts that its tokens chose (``ReadRouted``) when it last gave a slot
+            back; None before that, and where it does not ask for them.
         arrived: seconds of the runner's clock when the request came; 0 until it is queued.
     """
 
@@ -74,6 +78,7 @@ class Progress:
     rows_bound: int = 0
     cached_tokens: int = 0
     weight_version: str | None = None
+    routed_experts: Callable[[], np.ndarray] | None = None
     arrived: float = 0.0
     admitted_at: float | None = None
     first_token_at: float | None = None

@@ -1,12 +1,17 @@
 """Launches whose results have not been read, and the reading of results."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from mtp_jax.decode.arrays import Chunk, Result, TopLogprobs
 from mtp_jax.decode.keys import StepKey
-from mtp_jax.decode.launches import Pending
-from mtp_jax.engine.request import Request
+from mtp_jax.decode.launches import Pending, ReadRouted, Runner
+from mtp_jax.engine.request import Request, Status
+from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Logprob, TokenLogprobs
+from mtp_jax.model.config import ModelConfig
 
 
 @dataclass
@@ -86,3 +91,24 @@ def prompt_logprobs(
         if position == known + len(new) and position < len(request.prompt):
             new.append(_read(top, row, i, request.prompt[position], width))
     return new
+
+
+def stop_token(request: Request, cfg: ModelConfig) -> int | None:
+    """The stop token that ended a request; None for the model's own end-of-sequence token."""
+    own = () if request.params.ignore_eos else cfg.eos_token_ids
+    return None if request.progress.output[-1] in own else request.progress.output[-1]
+
+
+def routed_experts(request: Request, scheduler: Scheduler, runner: Runner) -> Callable[[], np.ndarray] | None:
+    """Launch the read of the experts of a request that is about to give its pages back, if it wants them.
+
+    Rows past its newest token have no meaning: a preempted request may end by a result that is still on its
+    way, so that the length is not known yet.
+    """
+    if not request.params.routed_experts:
+        return None
+    own, size = request.residence, scheduler.config.page_size
+    reading = request.status is Status.PREFILL
+    rows = min(own.prefilled if reading else request.progress.rows_bound, len(own.pages) * size)
+    pages = tuple(own.pages[: max(1, -(-rows // size))])
+    return runner.do(ReadRouted(scheduler.shard_of(own.slot), pages, rows)).read

@@ -124,6 +124,12 @@ class SamplingParams:
         unset="none",
         metavar="N",
     )
+    routed_experts: bool = option(
+        False,
+        "return the experts that each token of prompt and output chose in each MoE layer; True needs an "
+        "engine with return_routed_experts",
+        flag=None,
+    )
     num_speculative_tokens: int | None = option(
         None,
         "most drafts per step for this request; 0: no speculation",

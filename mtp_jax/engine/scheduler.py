@@ -26,9 +26,18 @@ class Scheduler:
         paused: whether all requests do.
     """
 
-    def __init__(self, config: EngineConfig, shards: int, tier: HostTier | None = None) -> None:
-        """tier: the host tier, which takes pages that the pools evict."""
-        self.config, self.shards, self.tier = config, shards, tier
+    def __init__(
+        self,
+        config: EngineConfig,
+        shards: int,
+        tier: HostTier | None = None,
+        leaves: Callable[[Request], object] | None = None,
+    ) -> None:
+        """tier: the host tier, which takes pages that the pools evict.
+
+        leaves: called with a request that is about to give its slot and pages back.
+        """
+        self.config, self.shards, self.tier, self._leaves = config, shards, tier, leaves
         self.slots_per_shard = config.max_num_seqs // shards
         pages = config.pages_per_shard(shards)
         evictions = [partial(tier.evict, shard) if tier else None for shard in range(shards)]
@@ -292,6 +301,8 @@ class Scheduler:
     def _vacate(self, request: Request) -> None:
         if request.residence.slot < 0 or self.slots[request.residence.slot] is not request:
             raise ValueError(f"request {request.id} is not in a slot")
+        if self._leaves:
+            self._leaves(request)
         self.pool_of(request).release(request.residence.pages)
         self.slots[request.residence.slot] = None
         request.residence.pages = []

@@ -52,6 +52,8 @@ def check_sizes(cfg: ModelConfig, config: EngineConfig, shards: int) -> None:
             f"page_size = {config.page_size}; expected a multiple of {unit}, such as {nearest}: an "
             f"entry of compressed attention, of {unit} tokens at most, lies in one page"
         )
+    if config.return_routed_experts and not cfg.moe_layers:
+        raise ConfigError("return_routed_experts = True, but the model has no routed experts; leave it out")
     if config.kv_cache_dtype == "fp8" and cfg.row.e4m3 % 2:
         name = cfg.attention.fp8_size
         raise ConfigError(
@@ -120,6 +122,11 @@ class InputProcessor:
         _check_terms(terms)
         if config.law:
             _check_forced(params)
+        if params.routed_experts and not config.return_routed_experts:
+            raise RequestError(
+                "routed_experts = True, but the engine keeps no choices of experts; leave it out, or build "
+                "the engine with return_routed_experts=True (--return-routed-experts)"
+            )
         spare = terms.get("spare", 0)
         max_tokens = self._max_tokens(len(ids), params, spare)
         # The random numbers of a sampled token depend on where its step begins, so a seed fixes the depth,

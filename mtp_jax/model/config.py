@@ -140,6 +140,11 @@ class ModelConfig:
             and layer % self.moe_layer_freq == 0
         )
 
+    @property
+    def moe_layers(self) -> int:
+        """Number of the trunk's layers with an MoE block."""
+        return sum(map(self.is_moe, range(self.num_hidden_layers)))
+
     def with_nextn(self, moe: tuple[bool, ...]) -> "ModelConfig":
         """The model's configuration with ``len(moe)`` NextN layers."""
         return replace(self, num_nextn_predict_layers=len(moe), nextn_moe=moe)

@@ -57,14 +57,16 @@ class Simulated(NoPrograms):
         *,
         seconds: float = 0.0,
         margins: bool = False,
+        routing: tuple[int, int, int] = (0, 0, 1),
     ) -> None:
         """seconds: seconds of a step on the device.
 
-        margins: whether results have margins of drafts; right drafts have higher margins, mostly.
+        margins: whether results have margins of drafts; right drafts have higher margins, mostly. routing:
+        numbers of MoE layers, of choices in each, and of experts.
         """
         super().__init__(memory.shards)
         self.language, self._seconds, self._margins = language, seconds, margins
-        self.launched, self._busy_until = 0, 0.0
+        self.launched, self._busy_until, self._routing = 0, 0.0, routing
         self._memory = memory
 
     @property
@@ -101,6 +103,9 @@ class Simulated(NoPrograms):
             case launches.WritePages(shard, pages, data):
                 for array, new in zip(self._memory.arrays, data, strict=True):
                     array[self._memory.numbers(shard, pages)] = new
+            case launches.ReadRouted(shard, pages, rows):
+                chosen = self._routed(self._memory.arrays[0][self._memory.numbers(shard, pages)], rows)
+                return lambda: chosen
             case launches.DraftLaunch(key, slot):
                 return self._draft(key.depth, slot)
             case launches.ReleaseCache():
@@ -110,6 +115,12 @@ class Simulated(NoPrograms):
             case _:
                 raise TypeError(f"a simulated device has no {type(launch).__name__}: nothing is counted")
         return lambda: None
+
+    def _routed(self, pages: np.ndarray, count: int) -> np.ndarray:
+        """Experts of the first rows in pages, which a row's number chooses."""
+        layers, chosen, experts = self._routing
+        each = pages.reshape(-1, 1)[:count] + np.arange(layers * chosen, dtype=np.uint64)
+        return (mix(each) % np.uint64(experts)).astype(np.uint16).reshape(count, layers, chosen)
 
     def _admit(self, number: int, row: SlotRow, page: int | None) -> None:
         if number in self._slots and self._slots[number].active:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -12,6 +12,10 @@ from serve.bodies.foreign import Refusing
 from serve.bodies.schema import Sampling
 
 _DEFAULT_MAX_TOKENS = 128
+_OF_EACH = (
+    *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"),
+    "return_routed_experts",
+)
 _T = TypeVar("_T")
 _Several = Annotated[list[_T], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 
@@ -73,6 +77,7 @@ class Ask:
     return_logprob: bool
     logprob_start_len: int | None
     top_logprobs_num: int
+    return_routed_experts: bool
 
     @property
     def scores_prompt(self) -> bool:
@@ -102,7 +107,8 @@ class Ask:
         top = self.top_logprobs_num if self.return_logprob else None
         scored = top if self.scores_prompt else None
         params = p.params(most, stream, top, scored, defaults=defaults)
-        return replace(params, output_kind="cumulative") if stream else params
+        kind = "cumulative" if stream else params.output_kind
+        return replace(params, output_kind=kind, routed_experts=self.return_routed_experts)
 
 
 class GenerateBody(Refusing):
@@ -124,14 +130,15 @@ class GenerateBody(Refusing):
     logprob_start_len: _Each[Annotated[int, Field(ge=-1, lt=2**31)]] | None = None
     top_logprobs_num: _Each[Annotated[int, bounds("logprobs")]] | None = None
     return_text_in_logprobs: bool | None = None
-    return_routed_experts: Literal[False] | None = None
+    return_routed_experts: _Each[bool] | None = None
+    routed_experts_start_len: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_validator(mode="after")
     def _lists_fit(self) -> "GenerateBody":
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("text: give exactly one of text and input_ids")
         batch = len(self._given) if self.is_batch else 0
-        for name in ("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num"):
+        for name in _OF_EACH:
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != batch:
                 prompts, wanted = (f"{batch} prompts", f", or {batch}") if batch else ("one prompt", "")
@@ -166,6 +173,7 @@ class GenerateBody(Refusing):
                 own("return_logprob", i) is True,
                 own("logprob_start_len", i),
                 own("top_logprobs_num", i) or 0,
+                own("return_routed_experts", i) is True,
             )
             for i, prompt in enumerate(self._given if self.is_batch else [self._given])
         ]

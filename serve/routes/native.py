@@ -1,8 +1,10 @@
 """/generate in the shapes of SGLang."""
 
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -70,6 +72,10 @@ class _Generate(Call):
             **self.server.fingerprint,
             **self._scores(prompt, output, c),
         }
+        if c.routed_experts is not None:
+            meta["routed_experts"] = self._experts(
+                len(output.prompt_token_ids) + c.num_tokens, c.routed_experts
+            )
         if s.drafted:
             meta |= {
                 "spec_accept_length": s.acceptance_length,
@@ -89,6 +95,11 @@ class _Generate(Call):
             scores = self._scored[prompt] = output.prompt_logprobs or self._scored.get(prompt, ())
             found |= self._lists(ask, "input", output.prompt_token_ids[start:], scores[start:])
         return found
+
+    def _experts(self, tokens: int, found: np.ndarray) -> str:
+        """Ids of experts [tokens - 1, layers, k] from the requested token on: int32, in base64."""
+        wanted = found[self._body.routed_experts_start_len or 0 : tokens - 1]
+        return b64encode(wanted.astype("<i4").tobytes()).decode()
 
     def _lists(
         self, ask: Ask, of: str, ids: Sequence[int], scores: Sequence[dict[int, Logprob] | None]

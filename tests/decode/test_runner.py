@@ -22,6 +22,7 @@ from mtp_jax.decode.launches import (
     MoveExpert,
     ReadExperts,
     ReadPages,
+    ReadRouted,
     ReleaseCache,
     StepLaunch,
     Update,
@@ -136,7 +137,7 @@ OPERATIONS: dict[str, Launch[Any]] = {
 
 
 def test_every_operation_is_tried():
-    others = {MoveExpert, ReleaseCache, AllocateCache}  # of the weights, and of memory
+    others = {MoveExpert, ReleaseCache, AllocateCache, ReadRouted}  # of weights, memory, nothing deferred
     assert {*map(type, OPERATIONS.values()), *others} == {*Launch.__subclasses__()}
 
 

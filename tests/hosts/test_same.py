@@ -80,9 +80,10 @@ def check(
 
 @pytest.mark.rest  # make test holds a group to one process in test_failure.py
 def test_a_greedy_structured_request(tmp_path):
-    """Then a draft, and the same again after the cache was given back. One layer, which has experts."""
+    """With the experts of its one layer; then a draft, and the same again after the cache was given back."""
     model = written(replace(TINY, num_hidden_layers=1, first_k_dense_replace=0), tmp_path / "model")
-    check(model, tmp_path, {"num_speculative_tokens": 1}, [ONE])
+    asking = {**ONE, "params": [{**SHAPED, "routed_experts": True}]}
+    check(model, tmp_path, {"num_speculative_tokens": 1, "return_routed_experts": True}, [asking])
 
 
 @pytest.mark.slow

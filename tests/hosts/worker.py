@@ -27,7 +27,7 @@ def params_of(given: dict[str, Any]) -> SamplingParams:
 
 
 def complete(llm: LLM, jobs: list[dict[str, Any]]) -> list[Any]:
-    """[(token ids of each prompt, accepted drafts of all)] of each job."""
+    """[(token ids of each prompt, then experts where they are asked for; accepted drafts of all)] of each."""
     found = []
     for job in jobs:
         began = time.perf_counter()
@@ -38,6 +38,8 @@ def complete(llm: LLM, jobs: list[dict[str, Any]]) -> list[Any]:
             [o.outputs[0].token_ids for o in outputs],
             sum(o.speculation.accepted for o in outputs),
         )
+        experts = [o.outputs[0].routed_experts for o in outputs]
+        ids += [chosen.tolist() for chosen in experts if chosen is not None]
         found.append([ids, accepted])
         seconds, programs = time.perf_counter() - compiled, len(llm.engine.runner.keys)
         print(

@@ -174,7 +174,7 @@ def simulated(model: Path, words: Sequence[str] = (), end_rate: float = 0.0, **o
 @pytest.fixture(scope="session")
 def compiled(model: Path) -> LLM:
     """A simulated LLM. Only the server may generate with it."""
-    return simulated(model)
+    return simulated(model, return_routed_experts=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,20 @@
 """/generate beyond one prompt: batches, names, scores without an answer, ends in SGLang's shapes."""
 
+import base64
 import json
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
 from mtp_jax import SamplingParams
+from mtp_jax.model.family import config_of
 from serve.bodies.fields import MAX_PROMPTS
+from tests import golden
 from tests.tiny_tokenizer import EOS
+
+CFG = config_of(golden.raw_config("rigged"))
 
 IDS = [[68, 69, 70], [71, 72]]
 SAMPLING = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
@@ -79,6 +85,29 @@ def test_unknown_fields_in_a_list_are_named(client):
     body = {"input_ids": IDS, "sampling_params": [SAMPLING, {**SAMPLING, "tempre": 1}]}
     answer = client.post("/generate", json=body)
     assert answer.headers["warning"] == '299 mtp-jax "ignored: sampling_params.1.tempre"'
+
+
+def experts(answer: dict[str, Any]) -> np.ndarray:
+    """As SGLang's clients read them, of the two experts in each MoE layer of the model."""
+    flat = np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
+    return flat.reshape(-1, CFG.moe_layers, CFG.num_experts_per_tok)
+
+
+def test_experts_of_prompt_and_output(client):
+    """Of all tokens but the last; one prompt of a batch asks; a stream ends with them."""
+    first, second = generate(client, input_ids=IDS, return_routed_experts=[True, False])
+    found = experts(first)
+    assert len(found) == 3 + 5 - 1
+    assert 0 <= found.min() < found.max() < CFG.n_routed_experts
+    assert "routed_experts" not in second["meta_info"]
+    asking = {"input_ids": IDS[0], "return_routed_experts": True}
+    later = generate(client, routed_experts_start_len=4, **asking)
+    np.testing.assert_array_equal(experts(later), found[4:])
+    scored = generate(client, sampling_params={"max_new_tokens": 0}, **asking)
+    np.testing.assert_array_equal(experts(scored), found[:2])
+    *before, last = chunks(client, **asking)
+    assert not any("routed_experts" in c["meta_info"] for c in before)
+    np.testing.assert_array_equal(experts(last), found)
 
 
 @pytest.mark.parametrize(

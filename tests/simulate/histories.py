@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from mtp_jax.decode.arrays import MaskMaker
 from mtp_jax.decode.launches import Launch, Move
 from mtp_jax.engine.config import EngineConfig
@@ -13,7 +15,7 @@ from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.simulate.device import Simulated
-from mtp_jax.simulate.language import Language
+from mtp_jax.simulate.language import Language, mix
 from mtp_jax.simulate.memory import SlotMemory
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from tests.models import TINY
@@ -21,6 +23,8 @@ from tests.simulate.oracle import Told, prefix
 
 HISTORIES, LAUNCHES = 50, 420
 EOS, BROKEN, VOCAB = 1, 3, 112
+ROUTING = 2, 3, 200
+"""Layers, experts of a token, experts."""
 CFG = replace(TINY, vocab_size=VOCAB, eos_token_ids=(EOS,))
 REGEXES = ("[a-m ]{6,16}[x-z]", "(yes|no|perhaps not)", "[0-9]{3}-[0-9]{2,5}", r"a{20}b")
 
@@ -52,6 +56,7 @@ class History:
             adaptive_depth=r.random() < 0.7,
             num_pages=most + r.choice([0, 1, most]),
             host_cache_gib=r.choice([8, 64, 512]) * (2 * size + 1) * 8 / 2**30 if tier else 0.0,
+            return_routed_experts=True,
         )
         ranked = self.config.adaptive_depth and depth > 1 and slots > 1 and seed % 3 == 0
         self.config = replace(self.config, adaptive_verification=ranked)
@@ -59,7 +64,7 @@ class History:
         self.language = Language(VOCAB, rates, seed, None, (EOS,), ends, frozenset({BROKEN}))
         self.languages = {"0": self.language}
         memory = SlotMemory(slots, self.config.pages_per_shard(self.shards), size, self.shards)
-        self.device = Watched(self.language, memory, margins=ranked)
+        self.device = Watched(self.language, memory, margins=ranked, routing=ROUTING)
         self.device.any_depth = seed % 2 == 0
         self.engine = Engine(CFG, self.config, self.device, grammars)
         # Measured time must decide nothing: a seed is one history.
@@ -159,7 +164,7 @@ class History:
             self.seen["structured"] += 1
         if r.random() < 0.2:
             given["num_speculative_tokens"] = r.randrange(depth + 1)
-        return SamplingParams(**given)
+        return SamplingParams(routed_experts=len(self.all) % 2 > 0, **given)
 
     # What must hold
 
@@ -196,6 +201,7 @@ class History:
             assert not own.output, where
             return
         told = Told(self.languages[own.weight_version], request)
+        self._check_experts(request, told)
         reason = own.finish_reason
         if reason in ("abort", "timeout"):
             assert prefix(own.output, told.output), where
@@ -216,6 +222,20 @@ class History:
                 self.offered[k] += 1
                 self.kept[k] += accepted > k
         self._check_scores(request, told)
+
+    def _check_experts(self, request: Request, told: Told) -> None:
+        """Experts are those of all rows that the request had when it ended; a row chooses by its number."""
+        read, (layers, chosen, experts) = request.progress.routed_experts, ROUTING
+        assert (read is None) == (not request.params.routed_experts)
+        if read is None:
+            return
+        tokens = [*request.prompt, *request.progress.output][:-1]
+        found, cut = read()[: len(tokens)], request.progress.finish_reason in ("abort", "timeout")
+        assert len(found) == len(tokens) or cut or not request.progress.output
+        rows = [told.language.row(token, i) for i, token in enumerate(tokens[: len(found)])]
+        each = np.array(rows, np.uint64)[:, None] + np.arange(layers * chosen, dtype=np.uint64)
+        np.testing.assert_array_equal(found.reshape(len(found), -1), mix(each) % np.uint64(experts))
+        self.seen["experts"] += 1
 
     def _check_scores(self, request: Request, told: Told) -> None:
         p, own = request.params, request.progress

@@ -10,7 +10,7 @@ from tests.simulate.histories import HISTORIES, LAUNCHES, History
 
 EVERYTHING = (
     *("preempted", "hits", "restored", "moved", "aborted", "late", "weights", "structured"),
-    *("stop", "length", "error"),
+    *("stop", "length", "error", "experts"),
 )
 FIRST = 24
 
