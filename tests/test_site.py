@@ -8,6 +8,7 @@ import pytest
 
 from tests.layers import ROOT
 from tests.prose import pages
+from website import gpus
 from website.links import broken
 from website.notebook import Notebook
 from website.stage import Site, described
@@ -56,6 +57,13 @@ def test_the_site_has_every_document_and_its_links_lead_somewhere(tmp_path):
         assert sum(bool(cell["outputs"]) for cell in code) > 3
     drafted = (out / "notebooks" / "draft-verify-accept.md").read_text(encoding="utf-8")
     assert "```text\n6 passes in the place of 24" in drafted
+
+
+@pytest.mark.rest
+def test_the_page_of_gpus_is_what_plan_prints():
+    """Otherwise: `python -m website.gpus`, and look at what has changed."""
+    text = gpus.PAGE.read_text(encoding="utf-8")
+    assert gpus.page(text) == text
 
 
 def test_cells_share_names_and_show_what_they_print():
