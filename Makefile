@@ -23,7 +23,7 @@ INPUTS := pyproject.toml constraints.txt
 GPU_COMPILE := build/gpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo chat test test-all test-slow test-nightly test-gpu lint format types gpu-compile bench soak clean
+.PHONY: demo chat test test-all test-slow test-nightly test-gpu lint format types gpu-compile docs bench soak clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -86,6 +86,11 @@ gpu-compile: $(GPU_COMPILE)/.installed
 	@test -n "$(CASES)" || $(GPU_COMPILE)/bin/python -m tests.kernels.compile_step --layer
 	@test -n "$(CASES)" || $(GPU_COMPILE)/bin/python -m tests.kernels.compile_step
 
+# The documents as a site, with a search and llms.txt: build/site/index.html opens without a server.
+docs: $(VENV)/.docs
+	@echo "==> building the site"
+	@$(BIN)/python -m website build/site
+
 BENCH = $(BIN)/mtp-jax bench
 
 bench: $(VENV)/.dev
@@ -134,7 +139,12 @@ $(VENV)/.runtime: $(VENV)/.python $(INPUTS)
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.python $(INPUTS)
+	@echo "==> installing mtp-jax and Sphinx (0.9 GB on disk; minutes the first time)"
+	@$(PIP_INSTALL) --editable '.[docs]'
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.python $(INPUTS)
 	@echo "==> installing mtp-jax with its development tools (1.5 GB on disk; minutes the first time)"
 	@$(PIP_INSTALL) --editable '.[dev]'
-	@touch $(VENV)/.runtime $@
+	@touch $(VENV)/.runtime $(VENV)/.docs $@

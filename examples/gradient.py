@@ -5,11 +5,9 @@ import jax.numpy as jnp
 
 from mtp_jax import Tokenizer, demo_model
 from mtp_jax.checkpoint import load
-from mtp_jax.model import Params, trunk, xla
+from mtp_jax.model import Params, trunk
 
 TEXT = "def read_config(path):\n    with open(path) as f:\n        return f.read()\n"
-# The loop over the experts that rows chose has no derivative; "dense" has every expert compute every row.
-ON = xla(experts="dense")
 
 
 def main(rate: float = 0.01) -> tuple[float, float]:
@@ -20,7 +18,7 @@ def main(rate: float = 0.01) -> tuple[float, float]:
     ids = jnp.array([tokenizer.encode(TEXT)])
 
     def loss(params: Params) -> jax.Array:
-        logits = trunk.logits(params, trunk.forward(params, m.config, ids, ON), ON)
+        logits = trunk.logits(params, trunk.forward(params, m.config, ids))
         log_probs = jax.nn.log_softmax(logits[:, :-1])
         return -jnp.take_along_axis(log_probs, ids[:, 1:, None], axis=-1).mean()
 

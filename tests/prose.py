@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("mtp_jax", "serve", "kernels_pallas", "examples")
+PACKAGES = ("mtp_jax", "serve", "kernels_pallas", "examples", "website")
 
 
 def sources() -> list[Path]:

@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -99,7 +100,7 @@ def anchors(path: Path) -> list[str]:
 
 def test_every_document_is_listed():
     tables = {ROOT: section("README.md", "Documents")}
-    tables[ROOT / "docs"] = tables[ROOT]
+    tables[ROOT / "docs"] = tables[ROOT / "docs/notebooks"] = tables[ROOT]
     tables[ROOT / "docs/measured"] = (ROOT / "docs/measured/README.md").read_text(encoding="utf-8")
     assert not [p for p in pages() if p.name != "README.md" and f"{p.name})" not in tables[p.parent]]
 
@@ -130,3 +131,14 @@ def test_the_table_of_folders_is_that_of_the_laboratory_and_the_cluster():
 def test_every_folder_has_a_place(room):
     folder = ROOT / room.replace(".", "/")
     assert {*FLOORS[room]} == {path.parent.name for path in folder.glob("*/__init__.py")}
+
+
+def test_the_newest_release_of_the_changelog_is_the_version():
+    """Releases are dated, newest first, in sections of Keep a Changelog."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = re.findall(r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", text, re.M)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert releases[0][0] == project["version"]
+    assert len(releases) == len(re.findall("^## ", text, re.M))
+    assert releases == sorted(releases, reverse=True)
+    assert {*re.findall("^### (.*)$", text, re.M)} <= {"Added", "Changed", "Deprecated", "Removed", "Fixed"}

@@ -2,8 +2,12 @@
 
 import configparser
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +33,13 @@ def read(name: str) -> Any:
 
 
 def entry() -> list[str]:
-    """The command of the image."""
+    """Arguments of the command of the image."""
+    return command()[1:]
+
+
+def command() -> list[str]:
     (line,) = [line for line in IMAGE.splitlines() if line.startswith("ENTRYPOINT ")]
-    program, *arguments = json.loads(line.removeprefix("ENTRYPOINT "))
-    assert program.endswith("/bin/mtp-jax")
-    return arguments
+    return json.loads(line.removeprefix("ENTRYPOINT "))
 
 
 def test_the_image_starts_a_server_and_copies_what_there_is():
@@ -45,6 +51,64 @@ def test_the_image_starts_a_server_and_copies_what_there_is():
     assert "/health" in IMAGE
     for shell in ("ENV PATH=/app/bin:$PATH", "'PATH=/app/bin:$PATH' > /etc/profile.d/"):
         assert shell in IMAGE
+
+
+def test_the_image_has_what_it_installs_and_runs():
+    """The context holds all that the wheel is made of; arguments and probe name what there is."""
+    kept = {
+        line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[0] == "!"
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    wanted = {*wheel["packages"], *wheel["force-include"], project["project"]["readme"], "pyproject.toml"}
+    wanted |= {*project["project"]["license-files"], *re.findall(r"/source/([\w.]+)", IMAGE)}
+    assert wanted == kept
+    copied = re.findall(r"^COPY (?:--from=(\w+) )?(\S+) (\S+)$", IMAGE, re.MULTILINE)
+    assert copied == [("", ".", "/source"), ("build", "/app", "/app")]
+    assert "python -m venv /app " in IMAGE
+    assert command()[0] == f"/app/bin/{next(iter(project['project']['scripts']))}"
+    extras = {*re.findall(r"EXTRA='\[(\w+)\]'", IMAGE), *re.findall(r"\*(\w+)\*\)", IMAGE)}
+    assert extras == {"cuda", "ray"} <= {*project["project"]["optional-dependencies"]}
+    (probe,) = re.findall(r"^HEALTHCHECK .*? CMD (\[.*\])$", IMAGE, re.MULTILINE)
+    program, option, code = json.loads(probe)
+    assert (program, option) == ("/app/bin/python", "-c")
+    compile(code, "HEALTHCHECK", "exec")
+    (path,) = re.findall(r"http://127\.0\.0\.1:8000(/\w+)", code)
+    assert path in {route.path for route in ROUTES if route.access == "open"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_image_is_built_and_completes_a_prompt():
+    """Without a daemon, by buildah. BUILDAH_ARGS are further arguments, such as volumes with settings of pip."""
+    if not (tool := shutil.which("buildah")):
+        pytest.skip("needs buildah, which builds images without a daemon")
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([tool, *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout.strip()
+
+    for base in {*re.findall(r"^FROM (\S+)", IMAGE, re.MULTILINE)}:
+        if subprocess.run([tool, "from", "--name", "mtp-jax-base", base], capture_output=True).returncode:
+            pytest.skip(f"needs {base} from a registry, or in buildah's store")
+        run("rm", "mtp-jax-base")
+    ignored = ["--ignorefile", str(DEPLOY / "Dockerfile.dockerignore"), "--isolation", "chroot"]
+    more = shlex.split(os.environ.get("BUILDAH_ARGS", ""))
+    image = run("build", "--quiet", *ignored, *more, "--file", str(DEPLOY / "Dockerfile"), ".").splitlines()[
+        -1
+    ]
+    container = run("from", image)
+    try:
+        program, *arguments = command()
+        inside = ["run", "--isolation", "chroot", container, "--"]
+        assert "--drain-seconds" in run(*inside, program, *arguments, "--help")
+        shown = run(*inside, program, "generate", "-p", "def ", "--max-tokens", "4", "--temperature", "0")
+        assert shown.strip()
+        assert run(*inside, "id", "-u") == "10001"
+    finally:
+        run("rm", container)
+        run("rmi", image)
 
 
 class Unit(configparser.ConfigParser):

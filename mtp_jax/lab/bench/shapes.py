@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.planning.declared import declared
-from mtp_jax.lab.planning.published import DEEPSEEK_V3, KNOWN
+from mtp_jax.lab.planning.releases import DEEPSEEK_V3, KNOWN
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 
 INDEXER = IndexerConfig(heads=64, dim=128, topk=2048)
@@ -94,7 +94,7 @@ def find(model: Path, layers: int | None, trunk_alone: bool) -> tuple[str, Model
     """The name and the configuration of a shape.
 
     Args:
-        model: a name of ``NAMED`` or of ``planning.published.KNOWN``, a directory with config.json, or that
+        model: a name of ``NAMED`` or of ``planning.releases.KNOWN``, a directory with config.json, or that
             file.
         layers: number of layers of the trunk to keep; None: the shape's own number.
         trunk_alone: whether nothing will be drafted.

@@ -26,7 +26,7 @@ from mtp_jax.lab.commands import plan_load
 from mtp_jax.lab.planning.declared import declared
 from mtp_jax.lab.planning.fit import MEMORY_FRACTION
 from mtp_jax.lab.planning.hardware import GPUS
-from mtp_jax.lab.planning.published import KNOWN
+from mtp_jax.lab.planning.releases import KNOWN
 from mtp_jax.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _GATHERING = 8
 def register(subparsers: Subparsers) -> None:
     """Declare the subcommand."""
     parser = subparsers.add_parser("plan", help="estimate a deployment", description=_DESCRIPTION)
-    add_model(parser, f"a directory with config.json, or the file, or {' or '.join(KNOWN)}")
+    add_model(parser, f"a directory with config.json, or the file, or one of {', '.join(KNOWN)}")
     add_head(parser, "a draft head in a directory of its own, of which no weights are read")
     parser.add_argument(
         "--check", action="store_true", help="show published speeds beside the estimate, without a model"
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.model is None:
         raise ConfigError(
-            f"name a model's directory or its config.json, or {' or '.join(KNOWN)}, whose is known; "
+            f"name a model's directory or its config.json, or one of {', '.join(KNOWN)}, whose is known; "
             "or --check"
         )
     from mtp_jax.lab.planning import plot, table, text

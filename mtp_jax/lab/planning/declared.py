@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.lab.planning.published import KNOWN
+from mtp_jax.lab.planning.releases import KNOWN
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_of
 from mtp_jax.model.hf_config import read_json

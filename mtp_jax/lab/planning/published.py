@@ -7,20 +7,12 @@ from pathlib import Path
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.lab.planning.deployment import Deployment, hosts_for
 from mtp_jax.lab.planning.hardware import GPUS
+from mtp_jax.lab.planning.releases import KNOWN
 from mtp_jax.lab.planning.weights import BFLOAT16, FP4, FP8, NVFP4, Storage
-from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.family import config_of
 
 _DATA: JsonObject = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 SOURCES: dict[str, str] = _DATA["sources"]
 _FORMATS = {f.name: f for f in (BFLOAT16, FP8, FP4, NVFP4)}
-
-DEEPSEEK_V3 = ModelConfig(**_DATA["model"] | {"nextn_moe": tuple(_DATA["model"]["nextn_moe"])})
-
-KNOWN = {"deepseek-v3": DEEPSEEK_V3, "deepseek-r1": DEEPSEEK_V3} | {
-    name: config_of(_DATA["v4"] | own) for name, own in _DATA["v4_models"].items()
-}
-"""Configurations by name, of the models with published speeds."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from mtp_jax.lab.planning.deployment import Deployment
 from mtp_jax.lab.planning.hardware import GPUS
 from mtp_jax.lab.planning.launch_time import LaunchTimes, LaunchWork
 from mtp_jax.lab.planning.prefill import prompt_tokens_per_second
-from mtp_jax.lab.planning.published import DEEPSEEK_V3
+from mtp_jax.lab.planning.releases import DEEPSEEK_V3
 from mtp_jax.lab.planning.step_time import band
 from mtp_jax.lab.planning.weights import Storage
 

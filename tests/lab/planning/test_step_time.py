@@ -8,7 +8,7 @@ from mtp_jax.lab.planning.deployment import Deployment, tokens_per_step
 from mtp_jax.lab.planning.exchange import to_experts
 from mtp_jax.lab.planning.fit import BAND, LEAN, USUAL
 from mtp_jax.lab.planning.hardware import GPUS
-from mtp_jax.lab.planning.published import DEEPSEEK_V3
+from mtp_jax.lab.planning.releases import DEEPSEEK_V3
 from mtp_jax.lab.planning.step_time import band, fastest, step
 from mtp_jax.lab.planning.weights import Storage
 from mtp_jax.lab.planning.work import attention, expected_experts, expected_gpus

@@ -6,7 +6,7 @@ from mtp_jax.checkpoint import summarise
 from mtp_jax.lab.planning.deployment import Deployment
 from mtp_jax.lab.planning.hardware import GPUS
 from mtp_jax.lab.planning.memory import memory
-from mtp_jax.lab.planning.published import DEEPSEEK_V3, KNOWN
+from mtp_jax.lab.planning.releases import DEEPSEEK_V3, KNOWN
 from mtp_jax.lab.planning.weights import BlockWeights, Storage
 from mtp_jax.model.family import config_of, config_of_file
 from mtp_jax.model.layer_specs import Moe

@@ -1,0 +1,1 @@
+"""The documents as a static site: `python -m website OUT`, or `make docs`."""
