@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText
     from mtp_jax.text.tools.tool import Tool
     from mtp_jax.text.tools.use import ToolUse
+    from mtp_jax.wire.tls import TlsFiles, is_loopback
 
 __all__ = [
     "LLM",
@@ -70,11 +71,13 @@ __all__ = [
     "StreamDecoder",
     "StructuredOutput",
     "Thoughts",
+    "TlsFiles",
     "Tokenizer",
     "Tool",
     "ToolUse",
     "demo_model",
     "follow",
+    "is_loopback",
     "join",
     "make_mesh",
 ]
@@ -100,6 +103,7 @@ _HOMES = {
     "StreamDecoder": "text.tokenizer",
     "StructuredOutput": "text.grammar",
     "Thoughts": "text.thoughts",
+    "TlsFiles": "wire.tls",
     "Tokenizer": "text.tokenizer",
     "ToolUse": "text.tools.use",
     "Tool": "text.tools.tool",
@@ -109,6 +113,7 @@ _HOMES = {
     "CallArguments": "text.tools.parts",
     "demo_model": "api.demo",
     "follow": "api.follow",
+    "is_loopback": "wire.tls",
     "join": "hosts.group",
     "make_mesh": "model.sharding",
 }

@@ -124,10 +124,13 @@ WITHOUT_JAX = (
     "text.trial",
     "wire.codec",
     "wire.connection",
+    "wire.credentials",
     "wire.door",
     "wire.handshake",
     "wire.secret",
+    "wire.session",
     "wire.signed",
+    "wire.tls",
 )
 
 # What computes by kernels, chooses among them, or shares their types.

@@ -9,20 +9,23 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from mtp_jax.api.progress import Reporter
+from mtp_jax.api.progress import Reporter, Terminal
+from mtp_jax.commands import show
 from mtp_jax.commands.options import add_options, chosen, given, llm_options
 from mtp_jax.commands.parser import Parser
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.json_object import JsonObject
+from mtp_jax.options import declared
 
 if TYPE_CHECKING:
     from mtp_jax.hosts.group import Group
 
 
-def add_hosts(parser: Parser) -> None:
-    """Declare the options of ``Hosts``."""
-    add_options(parser.add_argument_group("hosts"), Hosts)
+def add_hosts(parser: Parser, without: Collection[str] = ()) -> None:
+    """Declare the options of ``Hosts``; ``without``: flags that the command has already."""
+    own = [name for name in declared(Hosts) if name not in without]
+    add_options(parser.add_argument_group("hosts"), Hosts, own)
 
 
 def on_hosts(
@@ -49,6 +52,8 @@ def on_hosts(
         from mtp_jax.hosts.group import join
     with report.phase("join"):
         group = join(hosts)
+    if isinstance(report, Terminal):
+        show.note(f"hosts     {hosts.describe()}")
     with group:
         if group.leads:
             return lead(group)

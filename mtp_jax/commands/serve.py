@@ -25,6 +25,7 @@ from mtp_jax.commands.options import (
 from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.commands.server_options import KEY_VARIABLE, SLOTS, address_of, settings_of
 from mtp_jax.options import declared
+from mtp_jax.wire.tls import TlsFiles
 from serve.base.settings import ACCESS, LIMITS, Settings
 from serve.watch.access_log import set_up
 
@@ -68,7 +69,7 @@ def register(subparsers: Subparsers) -> None:
     )
     add_groups(parser, Settings, (ACCESS, LIMITS), "server", {"model_names": "its folder's name"})
     add_options(parser.add_argument_group("queue"), QueueLimits)
-    add_hosts(parser)
+    add_hosts(parser, declared(TlsFiles))
     parser.set_defaults(run=run)
 
 
@@ -81,7 +82,8 @@ def run(
     reads_of_hosts: names of options of ``Hosts`` that ``attach`` reads, too.
     """
     report = reporter(args)
-    return on_hosts(args, report, SLOTS, lambda group: _serve(args, report, group, attach), reads_of_hosts)
+    reads = [*reads_of_hosts, *declared(TlsFiles)]
+    return on_hosts(args, report, SLOTS, lambda group: _serve(args, report, group, attach), reads)
 
 
 def _serve(args: argparse.Namespace, report: Reporter, group: "Group | None", attach: "Attach | None") -> int:
@@ -123,7 +125,7 @@ def summary(
     keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
-    plain = "" if settings.is_loopback or settings.tls_cert else ", NOT ENCRYPTED (--tls-cert, or a proxy)"
+    plain = ", NOT ENCRYPTED (--tls-cert, or a proxy)" if settings.is_plain(settings.host) else ""
     kept = f"kept in {folder}" if (folder := compile_cache()) else "not kept"
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:

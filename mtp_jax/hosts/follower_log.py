@@ -14,6 +14,7 @@ from mtp_jax.hosts.leader_log import PURPOSE, RANK
 from mtp_jax.hosts.messages import HostMessage, LogError, Logged
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.credentials import Credentials
 from mtp_jax.wire.handshake import greet
 from mtp_jax.wire.signed import Seals
 
@@ -25,11 +26,11 @@ T = TypeVar("T")
 class FollowerLog:
     """The connection to the leader. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
-    def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
+    def __init__(self, hosts: Hosts, own: Credentials, lost: Callable[[str], None]) -> None:
         """Wait for the leader, and connect. Raises ConfigError."""
         self._lost, self._ended = lost, False
         self._inbox: queue.SimpleQueue[Logged] = queue.SimpleQueue()
-        self._channel = Channel(*_joined(hosts, secret), self._got, self._gone)
+        self._channel = Channel(*_joined(hosts, own), self._got, self._gone)
         self._channel.start()
 
     def compare(self, mine: Mapping[str, str]) -> None:
@@ -82,7 +83,7 @@ class FollowerLog:
             self._lost(f"rank 0 is lost: {reason}")
 
 
-def _joined(hosts: Hosts, secret: bytes) -> tuple[Connection, Seals]:
+def _joined(hosts: Hosts, own: Credentials) -> tuple[Connection, Seals]:
     """Connect to the leader, and wait until it has accepted this rank. Raises ConfigError.
 
     While there is time, it tries again if no process listens yet, if the connection is lost, or if the leader
@@ -105,12 +106,13 @@ def _joined(hosts: Hosts, secret: bytes) -> tuple[Connection, Seals]:
             continue
         connection = Connection(sock, time.monotonic() + _PROOF_SECONDS)
         try:
-            return connection, greet(connection, secret, PURPOSE, RANK.pack(hosts.rank))
+            return connection, greet(connection, own, PURPOSE, RANK.pack(hosts.rank))
         except WireError as refused:
             connection.close()
             if left <= 0 or refused.reason not in ("lost", "late"):
+                how = "; give all ranks the same secret, and each a rank of its own"
                 raise ConfigError(
-                    f"rank 0 does not take rank {hosts.rank} at {host}:{port}: {refused}; give all ranks the "
-                    "same secret, and each a rank of its own"
+                    f"rank 0 does not take rank {hosts.rank} at {host}:{port}: {refused}"
+                    + ("" if refused.reason == "tls" else how)
                 ) from refused
         time.sleep(_AGAIN_SECONDS)

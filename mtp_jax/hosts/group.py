@@ -24,7 +24,6 @@ from mtp_jax.hosts.follower_log import FollowerLog
 from mtp_jax.hosts.leader import LeaderRunner
 from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.options import Hosts
-from mtp_jax.wire.secret import read_secret
 
 # JAX's own service notices a loss later than the launch log, which takes hundredths of a second, or 6 s.
 _HEARTBEAT_SECONDS = 10
@@ -45,13 +44,13 @@ class Group:
     def __init__(self, hosts: Hosts, end: Callable[[int], object] = os._exit) -> None:
         """Connects to the other ranks. Raises ConfigError. end: ends the process."""
         self.hosts, self._end, self._left = hosts, end, False
-        secret = read_secret(hosts.secret_file, f"hosts = {hosts.hosts}")
+        own = hosts.credentials()
         self.ending = Ending(f"rank {hosts.rank} of {hosts.hosts}", self._end_all)
         if hosts.rank == 0:
-            self.log: LeaderLog | FollowerLog = LeaderLog(hosts, secret, self.ending)
+            self.log: LeaderLog | FollowerLog = LeaderLog(hosts, own, self.ending)
             self.log.join()
         else:
-            self.log = FollowerLog(hosts, secret, self.ending)
+            self.log = FollowerLog(hosts, own, self.ending)
 
     @property
     def leads(self) -> bool:

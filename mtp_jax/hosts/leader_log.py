@@ -17,13 +17,14 @@ from mtp_jax.hosts.hello import difference
 from mtp_jax.hosts.messages import HostMessage, LogError, Logged
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.credentials import Credentials
 from mtp_jax.wire.door import Door
 from mtp_jax.wire.handshake import welcome
 from mtp_jax.wire.secret import VARIABLE
 
 T = TypeVar("T", bound=HostMessage)
 _LOG = logging.getLogger(__name__)
-PURPOSE, RANK = b"mtp-jax log 5\n", struct.Struct("<I")
+PURPOSE, RANK = b"mtp-jax log 6\n", struct.Struct("<I")
 """The purpose of the handshake, and the form of a follower's rank in it."""
 _PROOF_SECONDS = 5.0  # time for a connection to prove itself
 
@@ -31,9 +32,9 @@ _PROOF_SECONDS = 5.0  # time for a connection to prove itself
 class LeaderLog:
     """One connection per follower. ``lost`` is called, on a thread of its own, with the cause of the end."""
 
-    def __init__(self, hosts: Hosts, secret: bytes, lost: Callable[[str], None]) -> None:
+    def __init__(self, hosts: Hosts, own: Credentials, lost: Callable[[str], None]) -> None:
         """Listen. Raises ConfigError."""
-        self._hosts, self._secret, self._lost = hosts, secret, lost
+        self._hosts, self._own, self._lost = hosts, own, lost
         self._channels: dict[int, Channel] = {}
         self._taken: set[int] = set()
         self._refused: dict[int, str] = {}  # rank -> the last address that claimed it with another secret
@@ -165,7 +166,7 @@ class LeaderLog:
 
         try:
             connection = Connection(sock, time.monotonic() + _PROOF_SECONDS)
-            claim, seals = welcome(connection, self._secret, PURPOSE, RANK.size, take)
+            claim, seals = welcome(connection, self._own, PURPOSE, RANK.size, take)
             (rank,) = RANK.unpack(claim)
             channel = Channel(connection, seals, partial(self._got, rank), partial(self._gone, rank))
             with self._changed:

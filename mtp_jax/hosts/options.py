@@ -5,13 +5,16 @@ from pathlib import Path
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.options import check, documented, option
+from mtp_jax.wire.credentials import Credentials
+from mtp_jax.wire.secret import read_secret
+from mtp_jax.wire.tls import TlsFiles
 
 _MOST_PORT = 65535
 
 
 @documented
 @dataclass(frozen=True)
-class Hosts:
+class Hosts(TlsFiles):
     """One engine over several processes, as a rule one per host. Raises ConfigError.
 
     The launch log's port is the coordinator's plus 1, so one address is enough to start a group; a firewall
@@ -54,6 +57,7 @@ class Hosts:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
+        self.check_tls()
         if self.rank >= self.hosts:
             raise ConfigError(
                 f"rank = {self.rank} of hosts = {self.hosts}; ranks go from 0 to {self.hosts - 1}: give "
@@ -61,6 +65,16 @@ class Hosts:
             )
         if self.hosts > 1:
             self._ports()
+
+    def credentials(self) -> Credentials:
+        """The secret of the group, and its encryption. Raises ConfigError."""
+        return Credentials(read_secret(self.secret_file, f"hosts = {self.hosts}"), self.peering())
+
+    def describe(self) -> str:
+        """The group in a line of the log."""
+        host, port = self.address
+        plain = ", NOT ENCRYPTED (--tls-cert)" if self.is_plain(host) else ""
+        return f"{self.hosts}, which meet at {host}:{port}{plain}; JAX's own traffic is not encrypted"
 
     @property
     def address(self) -> tuple[str, int]:

@@ -1,12 +1,10 @@
 """Options of an operator for a server."""
 
-import ipaddress
 import re
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mtp_jax import ConfigError, JsonObject, Tokenizer, ToolUse
+from mtp_jax import ConfigError, JsonObject, TlsFiles, Tokenizer, ToolUse, is_loopback
 from mtp_jax.options import check, documented, option
 from serve.watch.access_log import AccessLog
 
@@ -41,7 +39,7 @@ _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#]+")
 
 @documented
 @dataclass(frozen=True)
-class Settings:
+class Settings(TlsFiles):
     """Options of a server. Raises ConfigError for a wrong or unsafe value."""
 
     model_names: str | tuple[str, ...] = option(
@@ -92,30 +90,6 @@ class Settings:
         flag="--allowed-origin",
         repeated=True,
         metavar="ORIGIN",
-        subject=ACCESS,
-    )
-    tls_cert: str | Path | None = option(
-        None,
-        "PEM file of the server's certificate and its chain: the server speaks https",
-        kind=Path,
-        metavar="FILE",
-        unset="http",
-        subject=ACCESS,
-    )
-    tls_key: str | Path | None = option(
-        None,
-        "PEM file of that certificate's key",
-        kind=Path,
-        metavar="FILE",
-        unset="in the file of tls_cert",
-        subject=ACCESS,
-    )
-    tls_ca: str | Path | None = option(
-        None,
-        "PEM file of authorities: clients must show a certificate of one of them",
-        kind=Path,
-        metavar="FILE",
-        unset="clients show none",
         subject=ACCESS,
     )
     tool_parser: str = option(
@@ -196,6 +170,7 @@ class Settings:
         if not self.names or any(not 0 < len(name) <= MAX_NAME for name in self.names):
             raise ConfigError(f"model_names = {self.model_names!r}; expected 1 to {MAX_NAME} characters each")
         self._check_keys()
+        self.check_tls()
         if own := sorted(Tokenizer.OWN_VARIABLES.intersection(self.chat_template_kwargs)):
             raise ConfigError(
                 f"chat_template_kwargs has {own[0]}, which the server sets itself; leave it out"
@@ -224,10 +199,6 @@ class Settings:
                 "--insecure-no-auth"
             )
 
-        for name in ("tls_key", "tls_ca"):
-            if getattr(self, name) is not None and self.tls_cert is None:
-                raise ConfigError(f"{name} = {getattr(self, name)} without tls_cert, of https; give both")
-
     @property
     def names(self) -> tuple[str, ...]:
         """Names that clients may call the model."""
@@ -245,12 +216,7 @@ class Settings:
     @property
     def is_loopback(self) -> bool:
         """Whether the address admits only clients of this computer."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def scheme(self) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from mtp_jax.checkpoint import save_checkpoint
 from mtp_jax.commands import cli
+from mtp_jax.hosts.options import Hosts
 from tests import tiny_tokenizer
 from tests.hosts.ranks import ranks
 from tests.models import TINY, tiny_params
@@ -60,6 +61,19 @@ def test_options_that_cannot_be(options, words, capsys, monkeypatch, tmp_path):
     for command in (["serve"], ["generate", "-p", "x"]):
         assert cli.main([*command, *given]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_files_of_certificates_need_hosts_or_a_server(capsys):
+    for command, words in (
+        (["generate", "-p", "x"], "--tls-cert without effect on one host"),
+        (["serve"], "--tls-cert nowhere: No such file"),
+    ):
+        assert cli.main([*command, "--tls-cert", "nowhere"]) == 2
+        assert words in capsys.readouterr().err
+    for plain, host in ((True, "10.0.0.1"), (False, "127.0.0.1")):
+        line = Hosts(2, coordinator=f"{host}:9").describe()
+        assert ("NOT ENCRYPTED (--tls-cert)" in line) is plain
+        assert line.endswith("JAX's own traffic is not encrypted")
 
 
 def test_a_role_takes_the_secret_of_the_same_flag(capsys, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,13 @@ from mtp_jax.hosts.hello import difference, versions
 from mtp_jax.hosts.leader_log import LeaderLog
 from mtp_jax.hosts.messages import End
 from mtp_jax.hosts.options import Hosts
+from mtp_jax.wire.credentials import Credentials
+from mtp_jax.wire.tls import TlsFiles
 from tests.hosts.helpers import SECRET, Meeting
 from tests.hosts.ranks import two_free_ports
+
+PLAIN = b"\0"
+FILES = Path(__file__).parents[1] / "tls"
 
 # Joining
 
@@ -54,6 +60,20 @@ def test_followers_join_in_any_order_and_hear_the_same(meeting):
     assert group.lost.empty()  # an end that was said is no loss
 
 
+def test_an_encrypted_log_takes_no_plain_rank(meeting, caplog):
+    files = TlsFiles(tls_cert=FILES / "cert.pem", tls_key=FILES / "key.pem", tls_ca=FILES / "cert.pem")
+    own = Credentials(SECRET.secret, files.peering())
+    group = meeting(own=own)
+    with pytest.raises(ConfigError, match=r"rank 1 at 127.*encrypts, this one does not: give --tls-cert"):
+        group.follower()
+    follower = group.follower(own=own)
+    group.joined()
+    group.leader.send(Move(2, 1))
+    assert follower.expect(Move) == Move(2, 1)
+    assert caplog.text.count("this side encrypts, the other does not") == 1
+    follower.finish()
+
+
 def test_garbage_on_the_port_disturbs_nobody(meeting, caplog):
     group = meeting()
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100_000, b"", b"\x16\x03\x01" + os.urandom(500)):
@@ -77,7 +97,7 @@ def test_another_secret_ends_that_rank_at_once_and_is_named_at_the_end(meeting, 
     group = meeting(hosts=3, seconds=1)
     second = group.follower(2)
     with pytest.raises(ConfigError, match=r"rank 0 does not take rank 1 at .*another secret"):
-        group.follower(secret=b"the secret of another group")
+        group.follower(own=Credentials(b"the secret of another group"))
     group.thread.join(10)
     assert "wrong secret from 127.0.0.1" in caplog.text
     assert "rank 1 of 3 did not come in 1 s; 127.0.0.1:" in str(group.failed)
@@ -88,9 +108,9 @@ def test_another_secret_ends_that_rank_at_once_and_is_named_at_the_end(meeting, 
 def test_a_stranger_with_another_secret_is_forgiven_when_the_rank_comes(meeting, caplog):
     group = meeting(seconds=20)
     with pytest.raises(ConfigError, match="another secret"):
-        group.follower(secret=b"the secret of another group")
+        group.follower(own=Credentials(b"the secret of another group"))
     with socket.create_connection(group.hosts.address) as stranger:  # as a rank that there is not
-        stranger.sendall(leader_log.PURPOSE + bytes(32) + leader_log.RANK.pack(7) + bytes(32))
+        stranger.sendall(leader_log.PURPOSE + PLAIN + bytes(32) + leader_log.RANK.pack(7) + bytes(32))
         assert stranger.recv(100, socket.MSG_WAITALL)[-1:] == b"\2"
     follower = group.follower()
     group.joined()
@@ -103,7 +123,7 @@ def test_one_without_the_secret_does_not_end_the_start(meeting, caplog):
     group = meeting(seconds=60)
     for _ in range(3):
         with socket.create_connection(group.hosts.address) as stranger:
-            stranger.sendall(leader_log.PURPOSE + bytes(32) + leader_log.RANK.pack(1) + bytes(32))
+            stranger.sendall(leader_log.PURPOSE + PLAIN + bytes(32) + leader_log.RANK.pack(1) + bytes(32))
             assert stranger.recv(100, socket.MSG_WAITALL)[-1:] == b"\2"
     assert group.thread.is_alive()
     follower = group.follower()
@@ -165,7 +185,7 @@ def test_a_leader_that_does_not_know_the_secret_is_refused():
         def pretend() -> None:
             sock, _ = server.accept()
             with sock:
-                sock.sendall(leader_log.PURPOSE + bytes(32))
+                sock.sendall(leader_log.PURPOSE + PLAIN + bytes(32))
                 sock.recv(1 << 10)
                 sock.sendall(b"\1" + bytes(32))
 

@@ -1,4 +1,4 @@
-"""The server's port, encrypted. ``tls/`` has a certificate of localhost that no other program trusts."""
+"""The server's port, encrypted. ``tests/tls/`` has a certificate of localhost that nothing else trusts."""
 
 import ssl
 from pathlib import Path
@@ -13,7 +13,7 @@ from serve.base.settings import Settings
 from serve.base.tls import tls_context
 from tests.serve.conftest import SIZES, start, weightless
 
-FILES = Path(__file__).parent / "tls"
+FILES = Path(__file__).parents[1] / "tls"
 CERT, KEY = FILES / "cert.pem", FILES / "key.pem"
 BODY = {"prompt": [5, 9], "max_tokens": 3, "ignore_eos": True}
 

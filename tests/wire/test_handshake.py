@@ -10,11 +10,13 @@ import pytest
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.credentials import Credentials
 from mtp_jax.wire.handshake import greet, welcome
 from mtp_jax.wire.secret import VARIABLE, read_secret
 from mtp_jax.wire.signed import TAG, Seals
 
 SECRET, PURPOSE, CLAIM = b"a secret of the tests", b"tests 1\n", b"four"
+PLAIN = b"\0"
 
 
 def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[Any]:
@@ -26,7 +28,9 @@ def meet(caller: Callable[[socket.socket, float], Any], **changes: Any) -> list[
 
     def listen() -> None:
         try:
-            found[0], seals[0] = welcome(Connection(near, end), SECRET, PURPOSE, len(CLAIM), **changes)
+            found[0], seals[0] = welcome(
+                Connection(near, end), Credentials(SECRET), PURPOSE, len(CLAIM), **changes
+            )
         except WireError as refused:
             found[0] = refused.reason, refused.claim
         near.close()
@@ -58,7 +62,7 @@ def agree(one: Seals, other: Seals) -> None:
 
 
 def calls(secret: bytes = SECRET, purpose: bytes = PURPOSE) -> Callable[[socket.socket, float], Any]:
-    return lambda sock, end: greet(Connection(sock, end), secret, purpose, CLAIM)
+    return lambda sock, end: greet(Connection(sock, end), Credentials(secret), purpose, CLAIM)
 
 
 def says(data: bytes) -> Callable[[socket.socket, float], None]:
@@ -86,7 +90,7 @@ def test_another_protocol_is_seen_by_its_first_byte():
 
 
 def test_who_speaks_the_protocol_without_the_secret():
-    assert meet(says(PURPOSE + bytes(32) + CLAIM + bytes(32)))[0] == ("secret", CLAIM)
+    assert meet(says(PURPOSE + PLAIN + bytes(32) + CLAIM + bytes(32)))[0] == ("secret", CLAIM)
 
 
 def test_who_says_nothing():
@@ -96,14 +100,14 @@ def test_who_says_nothing():
 def test_a_proof_is_of_one_meeting():
     """What another caller has said proves nothing when it is said again."""
     near, far = socket.socketpair()
-    near.sendall(PURPOSE + bytes(32))
+    near.sendall(PURPOSE + PLAIN + bytes(32))
     with near, far, pytest.raises(WireError, match="nothing came for"):
-        greet(Connection(far, time.monotonic() + 0.2), SECRET, PURPOSE, CLAIM)
+        greet(Connection(far, time.monotonic() + 0.2), Credentials(SECRET), PURPOSE, CLAIM)
     near, far = socket.socketpair()
-    near.sendall(PURPOSE + bytes(32) + b"\2")
+    near.sendall(PURPOSE + PLAIN + bytes(32) + b"\2")
     with near, far:
         with pytest.raises(WireError, match="another secret"):
-            greet(Connection(far, time.monotonic() + 5), SECRET, PURPOSE, CLAIM)
+            greet(Connection(far, time.monotonic() + 5), Credentials(SECRET), PURPOSE, CLAIM)
         said = near.recv(1 << 10)
     assert meet(says(said))[0] == ("secret", CLAIM)
 

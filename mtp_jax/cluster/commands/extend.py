@@ -9,14 +9,15 @@ from mtp_jax.commands.options import add_options, chosen, reporter
 from mtp_jax.commands.parser import Subparsers
 from mtp_jax.commands.server import hidden_by
 from mtp_jax.options import declared
+from mtp_jax.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
     from mtp_jax.api.async_llm import AsyncLLM
     from mtp_jax.cluster.handover.options import HandoverOptions
 
 _OF_BATCHES = ("ray", "ray_address", "min_replicas", "max_replicas", "cpus", "gpus")
-_SECRET = "secret_file"
-"""An option of both ``Hosts`` and ``HandoverOptions``, which share one flag."""
+_SHARED = ("secret_file", *declared(TlsFiles))
+"""Options of both ``Hosts`` and ``HandoverOptions``, which share their flags."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -27,7 +28,7 @@ def register(subparsers: Subparsers) -> None:
     from mtp_jax.cluster.on_ray.options import RayOptions
 
     serve, batch = (subparsers.choices[name] for name in ("serve", "batch"))
-    own = [name for name in declared(HandoverOptions) if name != _SECRET]
+    own = [name for name in declared(HandoverOptions) if name not in _SHARED]
     add_options(serve.add_argument_group("prefill apart from decode"), HandoverOptions, own)
     add_options(serve.add_argument_group("engines on Ray"), RayOptions)
     add_options(batch.add_argument_group("engines on Ray"), RayOptions, _OF_BATCHES)
@@ -44,13 +45,13 @@ def _serve(args: argparse.Namespace) -> int:
         from mtp_jax.cluster.commands.ray_serve import serve_on_ray
 
         return serve_on_ray(args, reporter(args), options)
-    # The secret is the group's where there is no hand-over.
+    # They are the group's where there is no hand-over.
     both = getattr(args, "role", "both") == "both"
-    apart = chosen(args, HandoverOptions, [_SECRET] if both else [])
+    apart = chosen(args, HandoverOptions, _SHARED if both else ())
     if both:
         return serve.run(args)
-    apart.secret()  # raises its error before weights are read
-    return serve.run(args, partial(_attach, apart), [_SECRET])
+    apart.credentials()  # raises its error before weights are read
+    return serve.run(args, partial(_attach, apart), _SHARED)
 
 
 def _attach(options: "HandoverOptions", allm: "AsyncLLM") -> Mapping[str, str]:

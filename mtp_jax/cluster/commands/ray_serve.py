@@ -58,15 +58,16 @@ def engine_spec(args: argparse.Namespace) -> EngineSpec:
     for cls, allowed in ((Hosts, {"hosts"}), (HandoverOptions, set[str]())):
         others = [f"--{name.replace('_', '-')}" for name in given(args, cls) if name not in allowed]
         if others:
-            raise ConfigError(f"{', '.join(others)} cannot be with --ray, which starts every process itself")
+            raise ConfigError(
+                f"{', '.join(others)} cannot be with --ray, which starts every process itself, and whose "
+                "proxy speaks http alone"
+            )
     settings = settings_of(args)
     if settings.admin_key is not None:
         raise ConfigError(
             "an admin key cannot be with --ray: its routes would change one replica of several; leave it "
             "out, and start the application again with other weights"
         )
-    if settings.tls_cert is not None:
-        raise ConfigError("--tls-cert cannot be with --ray, whose proxy takes the port and speaks http alone")
     limits = chosen(args, QueueLimits)
     hosts = Hosts.hosts if "hosts" not in args else args.hosts
     return EngineSpec(

@@ -22,6 +22,7 @@ from mtp_jax.cluster.handover.pages_protocol import (
 )
 from mtp_jax.store.page import Page, checksum, size
 from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.credentials import Credentials
 from mtp_jax.wire.handshake import greet
 from mtp_jax.wire.signed import Signed
 
@@ -62,9 +63,9 @@ class Peers:
         failures: number of hand-overs that failed, by reason.
     """
 
-    def __init__(self, addresses: Sequence[Address], secret: bytes) -> None:
+    def __init__(self, addresses: Sequence[Address], own: Credentials) -> None:
         self.received, self.failures = 0, Counter[str]()
-        self._addresses, self._secret, self._rests = addresses, secret, Rests()
+        self._addresses, self._own, self._rests = addresses, own, Rests()
 
     def fetch(self, wanted: Wanted) -> list[tuple[Page, int]]:
         """Pages from number ``wanted.first`` on and their checksums, up to the first that did not come whole
@@ -110,7 +111,7 @@ class Peers:
             raise WireError("unreachable", f"{address[0]}:{address[1]}: {error}") from error
         with connected:
             connection = Connection(connected, wanted.deadline)
-            seals = greet(connection, self._secret, PURPOSE, claim(wanted.identity))
+            seals = greet(connection, self._own, PURPOSE, claim(wanted.identity))
             signed = Signed(connection, seals, KINDS, MOST_JSON)
             seconds = max(wanted.deadline - time.monotonic(), 1e-3)
             signed.send(Prefill(wanted.salt, wanted.first, seconds, np.asarray(wanted.ids, np.int32)))

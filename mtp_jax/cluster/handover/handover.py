@@ -52,14 +52,14 @@ class Handover:
         self._threads = ThreadPoolExecutor(_FETCHES, "fetch")
         self.peers: Peers | None = None
         self.server: PageServer | None = None
-        secret = options.secret()
+        own = options.credentials()
         if options.role == "decode":
-            self.peers = Peers([address(peer) for peer in options.peers], secret)
+            self.peers = Peers([address(peer) for peer in options.peers], own)
             allm.hooks.before_submit.append(partial(self.fetch, self.peers))
         else:
             most = self._engine.config.max_model_len
             listener = _listen(options.peer_address)
-            self.server = PageServer(listener, secret, most, self.identity, self._pages)
+            self.server = PageServer(listener, own, most, self.identity, self._pages)
         allm.hooks.at_start.append(self._start)
         allm.hooks.at_close.append(self._stop)
         allm.hooks.counters.append(self.counters)
@@ -79,9 +79,13 @@ class Handover:
 
     def describe(self) -> str:
         """The role in a line of the log."""
+        options = self._options
+        asked = [options.peer_address] if self.server else options.peers
+        bare = options.is_plain(*(address(where)[0] for where in asked))
+        plain = ", NOT ENCRYPTED (--tls-cert, or a private network)" if bare else ""
         if self.server:
-            return f"prefills for others, who ask at {self._options.peer_address}"
-        return f"decodes; asks {', '.join(self._options.peers)} for the pages of prompts"
+            return f"prefills for others, who ask at {options.peer_address}{plain}"
+        return f"decodes; asks {', '.join(options.peers)} for the pages of prompts{plain}"
 
     def counters(self) -> MetricTotals:
         """Totals for ``/metrics``: pages sent and received, and hand-overs that did not come to their end."""

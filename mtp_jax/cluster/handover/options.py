@@ -7,14 +7,16 @@ from typing import Literal, get_args
 from mtp_jax.errors import ConfigError
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import check, documented, narrowed, option
+from mtp_jax.wire.credentials import Credentials
 from mtp_jax.wire.secret import read_secret
+from mtp_jax.wire.tls import TlsFiles
 
 Role = Literal["both", "prefill", "decode"]
 
 
 @documented
 @dataclass(frozen=True)
-class HandoverOptions:
+class HandoverOptions(TlsFiles):
     """Options of a server that hands over pages of prompts, or takes them. Raises ConfigError."""
 
     role: Role = option(
@@ -47,17 +49,20 @@ class HandoverOptions:
         """Whether it prefills or decodes alone."""
         return self.role != "both"
 
-    def secret(self) -> bytes:
-        """The secret of both sides. Raises ConfigError."""
-        return read_secret(self.secret_file, f"role = {self.role!r}")
+    def credentials(self) -> Credentials:
+        """The secret of both sides, and their encryption. Raises ConfigError."""
+        return Credentials(read_secret(self.secret_file, f"role = {self.role!r}"), self.peering())
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
+        self.check_tls()
         for where in (*self.peers, self.peer_address):
             address(where)
         if not self.apart:
-            if self.peers or self.secret_file is not None:
-                raise ConfigError("peers and secret_file are of a role; give role = 'prefill' or 'decode'")
+            if self.peers or self.secret_file is not None or self.tls_cert is not None:
+                raise ConfigError(
+                    "peers, secret_file and tls_cert are of a role; give role = 'prefill' or 'decode'"
+                )
             return
         if (self.role == "decode") != bool(self.peers):
             raise ConfigError(

@@ -13,10 +13,10 @@ from jaxtyping import Int32
 from mtp_jax.wire.connection import WireError
 from mtp_jax.wire.signed import Signed
 
-PURPOSE = b"mtp-jax pages 4\n"
+PURPOSE = b"mtp-jax pages 5\n"
 MOST_JSON = 2**16  # bytes of a message
 # Words that the other side may give for an early end: they become keys of counters and labels of a metric.
-REASONS = frozenset({"late", "lost", "damaged", "protocol", "secret", "config", "refused", "error"})
+REASONS = frozenset({"late", "lost", "damaged", "protocol", "tls", "secret", "config", "refused", "error"})
 _T = TypeVar("_T")
 
 

@@ -20,6 +20,7 @@ from mtp_jax.cluster.handover.pages_protocol import (
 )
 from mtp_jax.store.page import Page
 from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.credentials import Credentials
 from mtp_jax.wire.door import Door, end
 from mtp_jax.wire.handshake import welcome
 from mtp_jax.wire.signed import Signed
@@ -40,7 +41,7 @@ class PageServer:
     def __init__(
         self,
         listener: socket.socket,
-        secret: bytes,
+        own: Credentials,
         most_tokens: int,
         identity: Callable[[], str],
         pages: Callable[[Prefill, float], Iterator[tuple[bytes, Page]]],
@@ -50,7 +51,7 @@ class PageServer:
         pages: returns a prompt's pages, until a ``time.monotonic()``; called on a connection's thread.
         """
         self.sent, self.failures = 0, Counter[str]()
-        self._secret, self._most_bytes = secret, 4 * most_tokens
+        self._own, self._most_bytes = own, 4 * most_tokens
         self._identity, self._pages = identity, pages
         self._members: set[socket.socket] = set()
         self._door = Door(listener, self._serve, "peer")
@@ -85,7 +86,7 @@ class PageServer:
                 raise WireError("config", "the other model, weights or cache differ")
 
         try:
-            _, seals = welcome(connection, self._secret, PURPOSE, len(mine), take)
+            _, seals = welcome(connection, self._own, PURPOSE, len(mine), take)
         except WireError as error:  # a caller without a proof gets no answer
             self.failures[error.reason] += 1
             _LOG.info("a connection from %s was refused: %s", peer, error)

@@ -300,6 +300,8 @@ OPTIONS = [
     ({"role": "decode", "peers": ("h:99999",)}, "is no address of a peer"),
     ({"peers": ("h:1",)}, "are of a role"),
     ({"secret_file": "x"}, "are of a role"),
+    ({"tls_cert": "x"}, "are of a role"),
+    ({"role": "prefill", "tls_ca": "x"}, "tls_ca = x without tls_cert"),
     ({"role": "both", "peer_seconds": 0}, "peer_seconds = 0; expected"),
 ]
 
@@ -313,7 +315,7 @@ def test_options(given, message):
 def test_a_role_needs_the_secret(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(ConfigError, match="role = 'prefill' needs a secret"):
-        HandoverOptions("prefill").secret()
+        HandoverOptions("prefill").credentials()
 
 
 def test_pages_need_a_place_and_a_port(decoder):

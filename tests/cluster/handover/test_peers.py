@@ -29,11 +29,14 @@ from mtp_jax.cluster.handover.server import PageServer
 from mtp_jax.store.page import Page, checksum
 from mtp_jax.wire import door
 from mtp_jax.wire.connection import Connection, WireError
+from mtp_jax.wire.credentials import Credentials
 from mtp_jax.wire.handshake import greet
 from mtp_jax.wire.signed import HEAD, TAG, MessageTags, Seals, Signed, framed
+from mtp_jax.wire.tls import TlsFiles
 from tests.cluster.handover.proxy import Proxy, cut, flip, stall
 
-SECRET = b"sixteen characters"
+SECRET = Credentials(b"sixteen characters")
+FILES = Path(__file__).parents[2] / "tls"
 DIGESTS = [bytes([i]) * 32 for i in range(5)]
 PAGES: list[Page] = [(np.full((4, 8), i, np.float32), np.full(300, i, np.uint8)) for i in range(5)]
 
@@ -43,7 +46,7 @@ class Source:
 
     def __init__(self, **changes) -> None:
         self.name, self.asked = "same", list[Prefill]()
-        given = {"secret": SECRET, "most_tokens": 100, "identity": lambda: self.name, "pages": self.pages}
+        given = {"own": SECRET, "most_tokens": 100, "identity": lambda: self.name, "pages": self.pages}
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.address: tuple[str, int] = listener.getsockname()
@@ -69,10 +72,14 @@ def wanted(seconds: float, first: int = 0, name: str = "same", digests: Sequence
 
 
 def fetch(
-    address: tuple[str, int], first: int = 0, secret: bytes = SECRET, seconds: float = 5.0, name: str = "same"
+    address: tuple[str, int],
+    first: int = 0,
+    own: Credentials = SECRET,
+    seconds: float = 5.0,
+    name: str = "same",
 ) -> tuple[int, dict[str, int]]:
     """How many pages came, all of them right, and what failed."""
-    peers = Peers([address], secret)
+    peers = Peers([address], own)
     found = peers.fetch(wanted(seconds, first, name))
     for (page, crc), want in zip(found, PAGES[first:], strict=False):
         assert crc == checksum(want)
@@ -99,6 +106,17 @@ def test_pages_come_in_order():
             assert fetch(s.address) == (5, {})
         until(lambda: s.server.sent == 257)
         assert not s.server.failures
+
+
+def test_pages_come_encrypted():
+    files = TlsFiles(tls_cert=FILES / "cert.pem", tls_key=FILES / "key.pem", tls_ca=FILES / "cert.pem")
+    own = Credentials(SECRET.secret, files.peering())
+    with source(own=own) as s:
+        assert fetch(s.address, own=own) == (5, {})
+        assert fetch(s.address) == (0, {"tls": 1})
+        until(lambda: s.server.failures == {"tls": 1})
+    with source() as s:
+        assert fetch(s.address, own=own) == (0, {"tls": 1})
 
 
 def test_fewer_pages_than_were_asked_for():
@@ -146,7 +164,7 @@ def test_a_server_that_says_nothing():
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"secret": b"another secret, of a stranger"}, "secret"), ({"name": "x"}, "config")],
+    [({"own": Credentials(b"another secret, of a stranger")}, "secret"), ({"name": "x"}, "config")],
 )
 def test_others_get_nothing(changes, reason):
     with source() as s:
@@ -161,7 +179,7 @@ def test_a_server_without_the_secret_is_not_believed():
 
         def pretend() -> None:
             with listener.accept()[0] as connected:
-                connected.sendall(PURPOSE + bytes(32))
+                connected.sendall(PURPOSE + bytes(33))
                 connected.recv(1 << 10)
                 connected.sendall(b"\1" + bytes(32))
 
@@ -341,7 +359,7 @@ def test_who_passes_the_proofs_on_cannot_answer_in_the_servers_place():
         forged.append(framed(SentPage(DIGESTS[0].hex(), "same", zeros), MOST_JSON) + bytes(TAG))
         return forged[-1] if len(forged) == 1 else b""
 
-    greeting = len(PURPOSE) + 32 + 1 + 32
+    greeting = len(PURPOSE) + 1 + 32 + 1 + 32
     with source() as s:
         proxy = Proxy(s.address, instead)
         assert fetch(proxy.address) == (0, {"damaged": 1})
