@@ -111,7 +111,7 @@ _INSTEAD: dict[tuple[str, ...], str] = {
     ("enable-auto-tool-choice", "jinja"): f"{_NOTHING}: calls of tools are always taken",
     ("reasoning-parser", "reasoning-format"): f"{_NOTHING}: thoughts are told from answers by their tags",
     ("trust-remote-code",): f"{_NOTHING}: no code of a checkpoint is ever run",
-    ("quantization", "load-format"): f"{_NOTHING}: the checkpoint says how its weights are stored",
+    ("quantization",): f"{_NOTHING}: the checkpoint says how its weights are stored",
     ("enforce-eager", "cuda-graph-max-bs", "disable-cuda-graph", "compilation-config"): _COMPILED,
     ("attention-backend", "flash-attn", "fa"): f"{_NOTHING}, or choose --kernels",
     ("n-gpu-layers", "gpu-layers", "ngl", "device", "main-gpu"): f"{_NOTHING}: JAX finds the devices",

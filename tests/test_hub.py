@@ -283,6 +283,9 @@ def test_a_model_is_loaded_by_its_name(hub: Hub) -> None:
     release(hub, "tiny/v3", model_dir("v3"))
     llm = LLM("tiny/v3", revision="main", simulate=(0.5,))
     assert llm.config == LLM(model_dir("v3"), simulate=(0.5,)).config
+    found = make_parser().parse_args(["serve", "tiny/v3", "--load-format", "dummy"])
+    find_folders(found)
+    assert (found.model / "config.json").exists()
     assert not {name for name in hub.downloads() if name.endswith(".safetensors")}
 
 

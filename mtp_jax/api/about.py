@@ -21,6 +21,7 @@ class About:
         sampling_defaults: the model's own sampling options, of its generation_config.json.
         introduction: the model's words about itself; None where its folder has none.
         simulated: whether a simulated device answers in the model's place.
+        random_weights: whether the model's weights are random numbers.
         structured: whether the engine can constrain an output to a grammar.
     """
 
@@ -30,6 +31,7 @@ class About:
     sampling_defaults: JsonMapping
     introduction: Introduction | None
     simulated: bool
+    random_weights: bool
     structured: bool
 
     @property
@@ -37,7 +39,7 @@ class About:
         """The mark of every answer that is not the model's own; None: answers are."""
         if self.simulated:
             return SIMULATED
-        return SYNTHETIC if self.engine.law else None
+        return SYNTHETIC if self.engine.law or self.random_weights else None
 
 
 def shown(folder: Path, model: ModelConfig, engine: EngineConfig) -> str:

@@ -93,6 +93,7 @@ class AsyncLLM:
             llm.sampling_defaults,
             introduction(llm.folders[0]),
             simulated=llm.simulated,
+            random_weights=llm.random_weights,
             structured=llm.engine.grammars is not None,
         )
 

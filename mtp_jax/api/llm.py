@@ -27,6 +27,7 @@ from mtp_jax.api.session import Session
 from mtp_jax.api.simulated import simulated_engine, simulated_language
 from mtp_jax.checkpoint.update import WeightSource
 from mtp_jax.decode.keys import MAX_DRAFTS
+from mtp_jax.decode.law import MARK
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Terms
@@ -47,6 +48,7 @@ class LLM:
 
     Attributes:
         group: the processes that run the engine together; None: this one alone.
+        random_weights: whether the weights are random numbers, and ``weight_version`` is "SYNTHETIC".
     """
 
     @takes(LLMOptions, ConfigError)
@@ -64,6 +66,7 @@ class LLM:
                 "the LLM"
             )
         self._rates, self._seconds = options.simulate, options.simulated_step
+        self.random_weights = options.random_weights
         if self._rates is None:
             model = load_model(options, self._report)
             self._memory, self._decoding, self._kept = DeviceMemory(model.params), model.decoding, model.kept
@@ -91,7 +94,8 @@ class LLM:
         assert decoding, "a model that is not simulated has programs"
         with self._report.phase("allocate cache"):
             runner = make_runner(decoding, self._memory.params, config, kept=self._kept)
-            return Engine(decoding.model.cfg, config, lead(runner, self.group), self._grammars)
+            version = {"weight_version": MARK} if self.random_weights else {}
+            return Engine(decoding.model.cfg, config, lead(runner, self.group), self._grammars, **version)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -302,6 +306,11 @@ class LLM:
     ) -> NewWeights:
         """The first half of ``update_weights``: read and check them. The model may serve meanwhile."""
         self._check_alone("an update of the weights")
+        if self.random_weights:
+            raise ConfigError(
+                "an update of random weights (load_format = 'dummy'), whose answers stay marked SYNTHETIC; "
+                "load a checkpoint's weights first"
+            )
         return self._memory.read(self.config, self.engine.config.dtype, source, draft_model, keep_draft)
 
     def replace_weights(

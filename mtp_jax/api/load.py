@@ -1,7 +1,7 @@
 """A model in memory and the runner of its programs: ``LLM`` serves with them, a follower replays on them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent
 from mtp_jax.api.sampling_defaults import sampling_defaults
 from mtp_jax.checkpoint.digest import beside, folder_digest, folder_sizes
+from mtp_jax.checkpoint.read import Loaded
 from mtp_jax.decode.decoding import Decoding
+from mtp_jax.decode.law import MARK
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.outside import Outside, taken
@@ -34,6 +36,7 @@ from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.params import Params
 from mtp_jax.model.room import Room
 from mtp_jax.model.sharding import with_auto_axes
+from mtp_jax.text.stand_in import stand_in
 from mtp_jax.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -81,7 +84,7 @@ def describe_simulated(options: LLMOptions) -> DescribedModel:
 def _located(options: LLMOptions, report: Reporter, *, weights: bool = True) -> tuple[Path, ...]:
     """The folders of the model, and of its head where one is named."""
     own = Path(options.model) if options.model is not None else demo_model()
-    folder = model_folder(own, report, options.revision, weights=weights)
+    folder = model_folder(own, report, options.revision, weights=weights and not options.random_weights)
     draft = options.draft_model
     return (folder,) if draft is None else (folder, head_folder(Path(draft), report))
 
@@ -98,7 +101,9 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     folder = use_compile_cache(options.compile_cache)
     options = replace(options, mesh=with_auto_axes(options.mesh))
     folders = _located(options, report)
-    directory, draft = folders[0], folders[1] if len(folders) > 1 else None
+    directory = folders[0]
+    if options.load_format == "dummy":
+        checkpoint.check_no_weights(directory)
     # Everything that can be wrong with the options is found before the weights are read.
     described = config_of_file(directory / "config.json")
     engine = options.engine(described, jax.default_backend() == "cpu")
@@ -106,22 +111,17 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     outside = _outside(options, engine)
     if engine.law:
         _LOG.warning("%s, whatever the model says: for benchmarks alone", engine.law)
+    if options.random_weights:
+        _LOG.warning("%s weights: random numbers of the types that %s says", MARK, directory / "config.json")
     num_nextn_layers = _nextn_layers(options, engine)
     on = backend_of(engine, options.mesh)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
+    if options.random_weights and tokenizer is None:
+        tokenizer = stand_in(directory, described.vocab_size, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
     engine = _with_draft_vocab(engine, options, folders, described.vocab_size, outside)
     compare_weights = _compare(options, folders, engine, num_nextn_layers)
-    with report.phase("read", "B") as update:
-        loaded = checkpoint.load(
-            directory,
-            DraftFolder.of(draft, options.draft_captures),
-            dtype=engine.dtype,
-            narrow="multiplied",
-            mesh=options.mesh,
-            num_nextn_layers=num_nextn_layers,
-            progress=update,
-        )
+    loaded = _weights(options, folders, engine.dtype, num_nextn_layers, report)
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
         config, params = loaded.config, loaded.params
@@ -142,6 +142,28 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
             engine, room = sized(decoding, params, engine, tokenizer is not None)
     kept = folder if _keeps_programs(options) else None
     return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, room=room)
+
+
+def _weights(
+    options: LLMOptions, folders: Sequence[Path], dtype: str, nextn: int | None, report: Reporter
+) -> Loaded:
+    """The weights of the folders, or random numbers. nextn: NextN layers to load, None: all."""
+    directory, draft = folders[0], folders[1] if len(folders) > 1 else None
+    if options.random_weights:
+        with report.phase("make weights"):
+            return checkpoint.make_random(
+                directory, dtype=dtype, narrow="multiplied", mesh=options.mesh, num_nextn_layers=nextn
+            )
+    with report.phase("read", "B") as update:
+        return checkpoint.load(
+            directory,
+            DraftFolder.of(draft, options.draft_captures),
+            dtype=dtype,
+            narrow="multiplied",
+            mesh=options.mesh,
+            num_nextn_layers=nextn,
+            progress=update,
+        )
 
 
 def _keeps_programs(options: LLMOptions) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mtp_jax.hosts.group import Group
 
 SamplingDefaults = Literal["model", "none"]
+LoadFormat = Literal["auto", "dummy", "dummy-instead"]
 _DEFAULT_MAX_MODEL_LEN = 8192
 _SEED_BITS = 63  # bits of the largest seed that the option takes
 
@@ -84,6 +85,18 @@ class LLMOptions(EngineOptions):
         subject=MODEL,
         idle=UNDRAFTED,
     )
+    load_format: LoadFormat = option(
+        "auto",
+        "the checkpoint's weights, or dummy: random weights of the sizes and types that config.json says, "
+        "made on the devices, for measurements without a checkpoint, which are marked SYNTHETIC; "
+        "dummy-instead: also where the model's folder has weights",
+        choices=get_args(LoadFormat),
+        subject=MODEL,
+        excludes={
+            "draft_model": "a head's sizes are in its weights' file",
+            **UNSIMULATED,
+        },
+    )
     mesh: "Mesh | None" = option(
         None,
         "devices: a mesh of make_mesh, such as 1x8",
@@ -139,6 +152,11 @@ class LLMOptions(EngineOptions):
     reporter: Reporter | None = option(
         None, "shows the phases of the start", kind=object, unset="nothing is shown", flag=None
     )
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether no weights are read: they are random numbers."""
+        return self.load_format != "auto"
 
     def engine(self, model: ModelConfig, on_cpu: bool) -> EngineConfig:
         """The engine's options for a model: without None and "auto", with a seed. Raises ConfigError."""

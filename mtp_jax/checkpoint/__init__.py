@@ -8,11 +8,13 @@ from jax.sharding import Mesh
 from mtp_jax.checkpoint.formats import FOUR_BITS, FP8_BY_HEAD, STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
 from mtp_jax.checkpoint.plan import make_plan
+from mtp_jax.checkpoint.random_weights import check_no_weights, random_model
 from mtp_jax.checkpoint.read import Loaded, Loader, OnProgress
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint, save_drafter
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.device import is_hopper, platform
+from mtp_jax.model.family import config_of_file
 from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.sharding import with_auto_axes
 
@@ -22,11 +24,13 @@ __all__ = [
     "NarrowWeights",
     "OnProgress",
     "Summary",
+    "check_no_weights",
     "convert",
     "export_nextn",
     "formats_kept",
     "is_orbax",
     "load",
+    "make_random",
     "restore",
     "save",
     "save_checkpoint",
@@ -82,6 +86,24 @@ def load(
     if progress:
         progress(loaded.bytes_read, loaded.bytes_read)
     return loaded
+
+
+def make_random(
+    model_dir: str | Path,
+    *,
+    dtype: str = "float32",
+    narrow: NarrowWeights | None = None,
+    mesh: Mesh | None = None,
+    num_nextn_layers: int | None = None,
+) -> Loaded:
+    """Make random weights in the place of a model's, with the sizes and types that config.json announces.
+
+    Devices make them, each its part; equal meshes have equal weights. See ``load`` for the arguments. Raises
+    ConfigError.
+    """
+    mesh = with_auto_axes(mesh)
+    cfg = config_of_file(Path(model_dir) / "config.json")
+    return random_model(cfg, dtype, formats_kept(dtype, narrow, mesh), mesh, num_nextn_layers)
 
 
 def formats_kept(dtype: str, narrow: NarrowWeights | None = None, mesh: Mesh | None = None) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Storage of weights in files: as plain arrays, or in one of ``FORMATS``, narrower than computation."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -81,8 +81,8 @@ class Stored(Protocol):
         """The arrays that make up such a parameter."""
         ...
 
-    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
-        """Rows and columns of a block of the weight that must lie whole on one device."""
+    def block(self, arrays: Sequence[Kept]) -> tuple[int, int]:
+        """Rows and columns of a block of the weight that must lie whole on one device. arrays: ``arrays``."""
         ...
 
 
@@ -128,7 +128,7 @@ class _InBf16:
     def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
         return (Kept(spec, DTYPES["BF16"]),)
 
-    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+    def block(self, arrays: Sequence[Kept]) -> tuple[int, int]:
         return 1, 1
 
 
@@ -169,7 +169,7 @@ class _InFp8:
     def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
         return Kept(spec, DTYPES["F8_E4M3"]), Kept(scale_spec(spec), DTYPES["F32"])
 
-    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+    def block(self, arrays: Sequence[Kept]) -> tuple[int, int]:
         return FP8_BLOCK, FP8_BLOCK
 
 
@@ -239,9 +239,9 @@ class _InInt4:
         scales = columns_spec(spec, _ending(int4.SCALE), inputs // group)
         return Kept(words, DTYPES["I32"]), Kept(scales, kind)
 
-    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
-        words, scale = tensors[name + int4.PACKED], tensors[name + int4.SCALE]
-        return 1, math.lcm(INT4_PER_WORD, words.shape[1] * INT4_PER_WORD // scale.shape[1])
+    def block(self, arrays: Sequence[Kept]) -> tuple[int, int]:
+        words, scale = (a.spec.tensor_shape[1] for a in arrays)
+        return 1, math.lcm(INT4_PER_WORD, words * INT4_PER_WORD // scale)
 
 
 class _InFp4:
@@ -292,7 +292,7 @@ class _InFp4:
         scales = columns_spec(spec, scale_name, inputs // FP4_GROUP)
         return Kept(codes, DTYPES["U8"]), Kept(scales, DTYPES["U8"])
 
-    def block(self, tensors: Tensors, name: str) -> tuple[int, int]:
+    def block(self, arrays: Sequence[Kept]) -> tuple[int, int]:
         return 1, FP4_GROUP
 
 
@@ -339,8 +339,10 @@ def declared(cfg: ModelConfig, spec: Spec) -> tuple[Stored, tuple[Kept, ...]] | 
     if cfg.fp4 and spec.axes[0] == "experts":
         return FP4, FP4.arrays(spec, {})
     if cfg.fp8 and spec.projects:
-        return (FP8, FP8.arrays(spec, {})) if FP8.can_stay(spec) else None
-    return (BF16, BF16.arrays(spec, {})) if cfg.dtype == "bfloat16" and BF16.can_stay(spec) else None
+        whole = next((s for s in (FP8, FP8_BY_HEAD) if s.can_stay(spec)), None)
+        return None if whole is None else (whole, whole.arrays(spec, {}))
+    in_bf16 = cfg.dtype == "bfloat16" and not spec.ids and BF16.can_stay(spec)
+    return (BF16, BF16.arrays(spec, {})) if in_bf16 else None
 
 
 def spec_names(spec: Spec) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Load a checkpoint: each parameter is read, converted and placed on its devices before the next one."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from numpy.typing import DTypeLike
 
 from mtp_jax.checkpoint import fp8
-from mtp_jax.checkpoint.formats import Stored, format_of, spec_names, staying, tensors_of
+from mtp_jax.checkpoint.formats import Kept, Stored, format_of, spec_names, staying, tensors_of
 from mtp_jax.checkpoint.plan import LoadPlan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError, ConfigError
@@ -111,23 +111,29 @@ class Loader:
         return jax.make_array_from_callback(spec.shape, param_sharding(spec, self.mesh), piece)
 
     def _place_narrow(self, stored: Stored, spec: Spec, tensors: Mapping[str, Tensor]) -> Narrow:
-        names, arrays = [str(name) for name in spec_names(spec).flat], stored.arrays(spec, tensors)
-        block, axes = stored.block(tensors, names[0]), arrays[-1].spec.axes[-2:]
-        for size, unit, axis in zip(spec.tensor_shape, block, axes, strict=True):
-            devices = ways(axis, self.mesh)
-            if devices > 1 and size % (unit * devices):
-                raise ConfigError(
-                    f"{names[0]}: {size} of {axis} do not divide over {devices} devices in {stored.name} "
-                    f"blocks of {unit}; choose another mesh, or narrow='dequantise'"
-                )
-        for name in names:
-            stored.check(tensors, name)
+        arrays = stored.arrays(spec, tensors)
+        check_blocks(stored, spec, arrays, self.mesh)
+        for name in spec_names(spec).flat:
+            stored.check(tensors, str(name))
         kept = stored.kept(*(self._place(a.spec, tensors, a.dtype) for a in arrays))
         if self.mesh is not None or platform() != "cpu":
             return kept
         if isinstance(kept, Fp8) and fp8.has_nan(np.asarray(kept.values)):
-            raise CheckpointError(f"{names[0]}: NaN among its values; expected numbers: the file is damaged")
+            name = spec_names(spec).flat[0]
+            raise CheckpointError(f"{name}: NaN among its values; expected numbers: the file is damaged")
         return with_bits(kept)
+
+
+def check_blocks(stored: Stored, spec: Spec, arrays: Sequence[Kept], mesh: Mesh | None) -> None:
+    """Raise ConfigError for a parameter whose blocks a mesh would split. arrays: as it stays in memory."""
+    axes = arrays[-1].spec.axes[-2:]
+    for size, unit, axis in zip(spec.tensor_shape, stored.block(arrays), axes, strict=True):
+        devices = ways(axis, mesh)
+        if devices > 1 and size % (unit * devices):
+            raise ConfigError(
+                f"{spec_names(spec).flat[0]}: {size} of {axis} do not divide over {devices} devices in "
+                f"{stored.name} blocks of {unit}; choose another mesh, or narrow='dequantise'"
+            )
 
 
 def _check_tables(specs: Params, plan: LoadPlan) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from mtp_jax.api.model_folder import head_folder, model_folder
 from mtp_jax.commands import chat, checkpoints, completion, generate, server
-from mtp_jax.commands.options import in_flags, reporter
+from mtp_jax.commands.options import in_flags, random_weights, reporter
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import ConfigError, MtpJaxError
 from mtp_jax.hub import is_name
@@ -97,7 +97,7 @@ def find_folders(args: argparse.Namespace) -> None:
         args.hub_name = str(args.model)
     elif revision is not None:
         raise ConfigError("--revision is of a model of a hub, named as org/name; leave it out")
-    weights = args.weights and "simulate" not in args
+    weights = args.weights and "simulate" not in args and not random_weights(args)
     model, head = args.model, getattr(args, "draft_model", None)  # paths, or their texts
     if model is not None and (is_name(model) or is_gguf(Path(model))):
         args.model = type(model)(model_folder(Path(model), report, revision, weights=weights))

@@ -15,6 +15,7 @@ from mtp_jax.commands.options import (
     add_sampling,
     model_dir,
     open_llm,
+    random_weights,
     ready,
     reporter,
     sampling_params,
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     _check(args, params)
     directory = model_dir(args)
-    has_tokenizer = any((directory / name).exists() for name in TOKENIZER_FILES)
+    # Random weights have a stand-in.
+    has_tokenizer = random_weights(args) or any((directory / name).exists() for name in TOKENIZER_FILES)
     if not has_tokenizer and (args.token_ids is None or params.stop_strings):
         raise RequestError(
             f"{directory} has no {' or '.join(TOKENIZER_FILES)}; give --token-ids, and no --stop"
@@ -122,6 +124,7 @@ def _check(args: argparse.Namespace, params: SamplingParams) -> None:
     wrong += ["--logprobs"] * (params.logprobs is not None)
     wrong += ["--prompt-logprobs"] * (params.prompt_logprobs is not None)
     wrong += ["--synthetic-acceptance"] * ("synthetic_acceptance" in args)
+    wrong += ["--load-format"] * random_weights(args)
     if wrong:
         raise RequestError(
             f"--compare measures one completion at a time, and prints no scores; leave out {wrong[0]}"

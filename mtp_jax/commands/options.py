@@ -316,7 +316,7 @@ def ready(report: Reporter, llm: "LLM") -> None:
     pages = llm.engine.pages * llm.engine.shards
     cache = "FP8 cache" if engine.kv_cache_dtype == "fp8" else "cache"
     report.ready(
-        f"{c.num_hidden_layers} layers and {drafter(llm)} in {engine.dtype}, "
+        f"{c.num_hidden_layers} layers and {drafter(llm)} in {engine.dtype}{of_weights(llm)}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time{f' ({llm.room})' if llm.room else ''}"
         + (f"; {described(llm.sampling_defaults)}" if llm.sampling_defaults else "")
@@ -326,6 +326,16 @@ def ready(report: Reporter, llm: "LLM") -> None:
 def drafter(llm: "LLM") -> str:
     """The drafter of a model, for people: "1 NextN layer", "a DFlash head"."""
     return (llm.engine.cfg if llm.engine.cfg.drafter else llm.config).drafter_title
+
+
+def random_weights(args: argparse.Namespace) -> bool:
+    """Whether no weights are read: they are random numbers."""
+    return getattr(args, "load_format", LLMOptions.load_format) != LLMOptions.load_format
+
+
+def of_weights(llm: "LLM") -> str:
+    """A remark about weights that are no model's; empty otherwise."""
+    return " of SYNTHETIC weights" if llm.random_weights else ""
 
 
 def depth(llm: "LLM") -> str:

@@ -19,6 +19,7 @@ from mtp_jax.commands.options import (
     chosen,
     depth,
     drafter,
+    of_weights,
     open_llm,
     reporter,
 )
@@ -130,7 +131,7 @@ def summary(
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
-    what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB"
+    what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB{of_weights(llm)}"
     rows = {
         "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if about.simulated else what}",
         "drafts": drafts,

@@ -96,8 +96,7 @@ class Tokenizer:
             backend = tiktoken_file.read_tiktoken(folder / tiktoken_file.FILE, config)
         else:
             return None
-        template = _templates(folder, config) if chat_template is None else _read_text(Path(chat_template))
-        config = {**config, "chat_template": template}
+        config = {**config, "chat_template": templates_of(folder, config, chat_template)}
         return cls(backend, config, _read_json(folder / "generation_config.json"))
 
     @property
@@ -242,11 +241,14 @@ class StreamDecoder:
         return rest
 
 
-def _templates(folder: Path, config: JsonMapping) -> object:
+def templates_of(folder: Path, config: JsonMapping, chat_template: str | Path | None) -> object:
     """The chat template, or the named templates, as ``ChatTemplate`` takes them.
 
-    A further file of a name, such as tool_use, goes before the template of that name.
+    A further file of a name, such as tool_use, goes before the template of that name. config: of
+    tokenizer_config.json. chat_template: a file in the place of all. Raises CheckpointError.
     """
+    if chat_template is not None:
+        return _read_text(Path(chat_template))
     default = _template(folder, config)
     further = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if not further:

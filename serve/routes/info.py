@@ -66,9 +66,9 @@ def _model(server: Server, name: str) -> dict[str, object]:
 
 
 async def version(server: Server, request: Request) -> Response:
-    """The version of this package."""
-    del server, request
-    return JsonAnswer({"version": metadata.version("mtp-jax")})
+    """The version of this package, and the mark of answers that are not a model's own."""
+    del request
+    return JsonAnswer({"version": metadata.version("mtp-jax"), **server.fingerprint})
 
 
 async def metrics(server: Server, request: Request) -> Response:

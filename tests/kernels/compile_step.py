@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from kernels_pallas.deviceless import report, target
+from mtp_jax.checkpoint.random_weights import abstract_params
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import Step
 from mtp_jax.heads.build import build
-from mtp_jax.lab.bench.random_weights import abstract_params
 from mtp_jax.lab.bench.shapes import INDEXER, v3
 from mtp_jax.model.backend import Backend, mosaic_gpu, xla
 from mtp_jax.model.cache import LayerCache, PagedView

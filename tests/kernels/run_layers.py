@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.check.verify import distance
-from mtp_jax.lab.bench.random_weights import random_params
+from mtp_jax.checkpoint.random_weights import random_params
 from mtp_jax.lab.bench.shapes import INDEXER
 from mtp_jax.model.backend import backend
 from mtp_jax.model.choices import KernelChoice

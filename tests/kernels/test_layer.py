@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import pytest
 
-from mtp_jax.lab.bench.random_weights import abstract_params
+from mtp_jax.checkpoint.random_weights import abstract_params
 from mtp_jax.lab.bench.shapes import v3
 from mtp_jax.model.backend import backend, mosaic_gpu
 from mtp_jax.model.mla import Form

@@ -145,7 +145,7 @@ def run(subject: Subject, load: DepthLoad) -> Report:
     if laws:
         figures = [f | {"same_tokens": None} for f in figures]
     report = Report(title, _HEADERS, [_row(f) for f in figures], notes, {"depths": figures})
-    return forced(report, "; ".join(laws)) if laws else report
+    return subject.marked(forced(report, "; ".join(laws)) if laws else report)
 
 
 _HEADERS = (

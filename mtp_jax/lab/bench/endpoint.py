@@ -49,12 +49,14 @@ class Endpoint:
         api: the route.
         fields: fields of every request, the model among them.
         counts: fields that ask for counts; a server may ignore them.
+        mark: the mark of the server's answers, as mtp-jax says it; empty: they are a model's own.
     """
 
     http: httpx2.AsyncClient
     api: Api
     fields: JsonMapping
     counts: Counting = "chunks"
+    mark: str = ""
 
     def body(self, prompt: TrafficPrompt) -> JsonObject:
         """The body of a streamed request. Raises ConfigError for a prompt that the route does not take."""
@@ -191,10 +193,17 @@ async def connect(
     for counts in get_args(Counting):  # each requests fewer counts
         one = await Endpoint(http, api, named | {"max_tokens": 1}, counts).ask(short, time.perf_counter())
         if not one.failure:
-            return Endpoint(http, api, named, counts)
+            return Endpoint(http, api, named, counts, await _mark(http))
         if not one.failure.startswith(("400", "422")):
             break
     raise MtpJaxError(f"{http.base_url} refuses what would be measured: {one.failure}")
+
+
+async def _mark(http: httpx2.AsyncClient) -> str:
+    try:
+        return str((await http.get("/version")).json().get("system_fingerprint", ""))
+    except (httpx2.HTTPError, ValueError, AttributeError, RecursionError):
+        return ""
 
 
 async def _model(http: httpx2.AsyncClient) -> str:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from mtp_jax.api.cache_size import POOL, allocatable
 from mtp_jax.api.local import backend_of, decoding_of, make_runner
 from mtp_jax.checkpoint import formats_kept
+from mtp_jax.checkpoint.random_weights import abstract_params, random_params
 from mtp_jax.decode.keys import MAX_DRAFTS, SamplingMode, StepKey
 from mtp_jax.decode.launches import ReleaseCache
 from mtp_jax.decode.law import Acceptance
@@ -23,7 +24,6 @@ from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench import cost, steps
-from mtp_jax.lab.bench.random_weights import abstract_params, random_params
 from mtp_jax.lab.bench.report import Report, forced, table
 from mtp_jax.lab.planning.fit import MEMORY_FRACTION, OVERHEAD
 from mtp_jax.lab.planning.hardware import GPUS, Gpu, gpu_of

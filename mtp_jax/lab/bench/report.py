@@ -50,8 +50,13 @@ class Report:
 def forced(report: Report, law: str) -> Report:
     """A report that says that its acceptance was forced, wherever it ends up. law: in words."""
     note = f"{law}, whatever the model said. These figures say what steps cost; the text is garbage."
-    figures = {"synthetic_acceptance": law, **report.figures}
-    return replace(report, title=f"{MARK} - {report.title}", notes=[note, *report.notes], figures=figures)
+    return marked(report, note, {"synthetic_acceptance": law})
+
+
+def marked(report: Report, note: str, figures: JsonObject, mark: str = MARK) -> Report:
+    """A report whose title begins with a mark, with a further note and figures."""
+    title = report.title if report.title.startswith(mark) else f"{mark} - {report.title}"
+    return replace(report, title=title, notes=[note, *report.notes], figures={**figures, **report.figures})
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -30,7 +30,7 @@ from mtp_jax.lab.bench.endpoint import (
     sleep_until,
 )
 from mtp_jax.lab.bench.latency import HEADERS, LatencySummary, acceptance_per_position, row
-from mtp_jax.lab.bench.report import Report, forced
+from mtp_jax.lab.bench.report import Report, forced, marked
 from mtp_jax.lab.bench.traffic import Arrivals, Traffic, TrafficPrompt, schedule
 
 KEY = "OPENAI_API_KEY"
@@ -223,4 +223,7 @@ def _report(
     found = {"model": endpoint.fields["model"], "loop": loop, "levels": figures}
     report = Report(f"Served load: {url}", headers, rows, notes, found, len(load.levels) - len(levels))
     lengths = {level.drafts.forced for level in levels if level.drafts and level.drafts.forced}
-    return forced(report, f"{MARK} acceptance: length {max(lengths):.4g}") if lengths else report
+    if lengths:
+        return forced(report, f"{MARK} acceptance: length {max(lengths):.4g}")
+    note = f"Every answer of this server is marked {endpoint.mark}: no model's own."
+    return marked(report, note, {"mark": endpoint.mark}, endpoint.mark) if endpoint.mark else report

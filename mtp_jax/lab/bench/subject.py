@@ -10,11 +10,13 @@ from tokenizers import Tokenizer
 from mtp_jax import checkpoint
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import local_engine
+from mtp_jax.api.options import LoadFormat
 from mtp_jax.decode.law import Acceptance
 from mtp_jax.engine.config import Dtype, EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import corpus
+from mtp_jax.lab.bench.report import Report, marked
 from mtp_jax.lab.bench.synthetic import random_prompts
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_rows import shares_table
@@ -31,6 +33,7 @@ class Subject:
 
     Attributes:
         draft_vocab: tokens that its drafts choose among; None: all.
+        random_weights: whether its weights are random numbers.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Subject:
     params: Params
     dtype: Dtype
     draft_vocab: tuple[int, ...] | None = None
+    random_weights: bool = False
 
     def engine(
         self,
@@ -73,27 +77,34 @@ class Subject:
         """That number of the commonest tokens of its list; None for 0. Raises ConfigError for more."""
         return listed(draft_vocab, [self.directory], self.config.vocab_size)
 
+    def marked(self, report: Report) -> Report:
+        """The report, which says wherever it ends up if the weights were random numbers."""
+        note = "Random weights (--load-format): these figures say what steps cost, and the text is garbage."
+        return marked(report, note, {"random_weights": True}) if self.random_weights else report
+
 
 def directory_of(model: str) -> Path:
     """The directory of "demo", or of a model."""
     return demo_model() if model == DEMO else Path(model)
 
 
-def load(model: str, drafts: bool = True) -> Subject:
+def load(model: str, drafts: bool = True, load_format: LoadFormat = "auto") -> Subject:
     """Load "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
 
-    drafts: whether the measurement needs NextN layers.
+    drafts: whether the measurement needs NextN layers. load_format: as the option of ``LLM``.
     """
     directory = directory_of(model)
     on_cpu = jax.default_backend() == "cpu"
     dtype = cast(Dtype, "float32" if on_cpu else config_of_file(directory / "config.json").dtype)
-    loaded = checkpoint.load(
-        directory, dtype=dtype, narrow="multiplied", num_nextn_layers=None if drafts else 0
-    )
+    nextn = None if drafts else 0
+    if load_format == "dummy":
+        checkpoint.check_no_weights(directory)
+    read = checkpoint.load if load_format == "auto" else checkpoint.make_random
+    loaded = read(directory, dtype=dtype, narrow="multiplied", num_nextn_layers=nextn)
     params, tokens = jax.block_until_ready(loaded.params), None
     if shares_table(params):
         tokens = listed(None, [directory], loaded.config.vocab_size)
-    return Subject(model, directory, loaded.config, params, dtype, tokens)
+    return Subject(model, directory, loaded.config, params, dtype, tokens, load_format != "auto")
 
 
 @dataclass(frozen=True)

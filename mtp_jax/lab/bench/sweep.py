@@ -136,7 +136,7 @@ def run(
             cells = row([r.summary for r in runs[mode]])
             rows.append((level, mode, found["speedup"].show(), length_of, same, *cells))
         report = Report(title, headers, [*rows], [note, PERCENTILES_NOTE], {"levels": [*figures]}, pending)
-        yield report if law is None else forced(report, str(law))
+        yield subject.marked(report if law is None else forced(report, str(law)))
 
 
 def _check(load: SweepLoad) -> None:

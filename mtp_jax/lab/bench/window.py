@@ -189,7 +189,8 @@ def run(
         "many experts as the trunk's average layer.",
     ]
     figures = {"windows": timed, "end_to_end": overall}
-    return Report(f"Trunk time by window: {subject.name}", headers, rows, notes, figures)
+    report = Report(f"Trunk time by window: {subject.name}", headers, rows, notes, figures)
+    return subject.marked(report)
 
 
 def _routing(subject: Subject, text: Sequence[int]) -> tuple[Routing, ...]:

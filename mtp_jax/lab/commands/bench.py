@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
-from mtp_jax.commands.options import forget_compile_cache
+from mtp_jax.commands.options import add_options, forget_compile_cache
 from mtp_jax.commands.parser import (
     DEMO,
     Parser,
@@ -77,6 +77,7 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_prompts(sub, 64)
     _add_acceptance(sub)
+    _add_load_format(sub)
     _add_draft_vocab(sub)
     _add_compile_cache(sub)
 
@@ -101,6 +102,7 @@ def register(subparsers: Subparsers) -> None:
         help="the same by the probability of each draft, given that those before it are kept; the last one "
         "holds for all further drafts",
     )
+    _add_load_format(sub)
     _add_compile_cache(sub)
 
     sub = command("acceptance", _acceptance, "how many drafts are accepted on held-out text")
@@ -125,6 +127,7 @@ def register(subparsers: Subparsers) -> None:
     add_value(sub, "--depth", 3, "drafts per step of the end-to-end comparison", int, "K")
     add_value(sub, "--prompts", 8, "prompts of that", positive, "N")
     add_value(sub, "--max-tokens", 64, "tokens to generate for each", positive, "N")
+    _add_load_format(sub)
     _add_compile_cache(sub)
 
     sub = command("vocabulary", _vocabulary, "how much of a text the commonest tokens are")
@@ -228,6 +231,12 @@ def _add_acceptance(sub: Parser) -> "argparse._MutuallyExclusiveGroup":
     return either
 
 
+def _add_load_format(sub: Parser) -> None:
+    """Declare --load-format, for measurements that need no sensible text."""
+    add_options(sub, LLMOptions, ("load_format",))
+    sub.set_defaults(load_format=LLMOptions.load_format)
+
+
 def _add_draft_vocab(sub: Parser) -> None:
     """Declare --draft-vocab, of which every number is measured."""
     help = "how many of the commonest tokens drafts choose among, 0: all (default: as the model's list says)"
@@ -244,7 +253,7 @@ def _add_compile_cache(sub: Parser) -> None:
 def _depth(a: Arguments) -> Reports:
     from mtp_jax.lab.bench import depth, subject
 
-    model = subject.load(a.model, drafts=any(a.depths))
+    model = subject.load(a.model, any(a.depths), a.load_format)
     load = depth.DepthLoad(
         a.depths,
         a.temperature,
@@ -270,7 +279,7 @@ def _sweep(a: Arguments) -> Reports:
     load = sweep.SweepLoad(
         a.concurrency, a.depth, a.requests, a.prompt_tokens, a.max_tokens, a.temperature, a.rounds
     )
-    yield from sweep.run(subject.load(a.model, drafts=bool(drafting)), a.modes, load, forced)
+    yield from sweep.run(subject.load(a.model, bool(drafting), a.load_format), a.modes, load, forced)
 
 
 def _acceptance(a: Arguments) -> Reports:
@@ -291,7 +300,14 @@ def _questions(a: Arguments) -> Reports:
 def _window(a: Arguments) -> Reports:
     from mtp_jax.lab.bench import subject, window
 
-    yield window.run(subject.load(a.model), a.windows, a.rounds, a.depth, a.prompts, a.max_tokens)
+    yield window.run(
+        subject.load(a.model, True, a.load_format),
+        a.windows,
+        a.rounds,
+        a.depth,
+        a.prompts,
+        a.max_tokens,
+    )
 
 
 def _vocabulary(a: Arguments) -> Reports:

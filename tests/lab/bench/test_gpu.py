@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mtp_jax import checkpoint
+from mtp_jax.checkpoint.random_weights import abstract_params, random_params
 from mtp_jax.commands import cli
 from mtp_jax.decode.law import MARK
 from mtp_jax.decode.programs import Programs
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import gpu, shapes, steps
-from mtp_jax.lab.bench.random_weights import abstract_params, random_params
 from mtp_jax.lab.bench.report import Report
 from mtp_jax.lab.bench.synthetic import preset
 from mtp_jax.lab.bench.trace import Op, Trace
