@@ -1,6 +1,6 @@
 """A page with cells: blocks of Python that run one after another, whose outputs are shown below them.
 
-The text is that of a document, and a notebook of jupytext's form "markdown". A cell shows what it prints, and
+The text is that of a document, and a notebook of jupytext's form "markdown". A cell shows its output, and
 the value of an expression at its end, as in Jupyter.
 """
 

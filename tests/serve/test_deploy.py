@@ -80,7 +80,7 @@ def test_the_image_has_what_it_installs_and_runs():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_image_is_built_and_completes_a_prompt():
-    """Without a daemon, by buildah. BUILDAH_ARGS are further arguments, such as volumes with settings of pip."""
+    """buildah needs no daemon. BUILDAH_ARGS are further arguments, such as volumes with settings of pip."""
     if not (tool := shutil.which("buildah")):
         pytest.skip("needs buildah, which builds images without a daemon")
 
