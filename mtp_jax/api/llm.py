@@ -74,7 +74,7 @@ class LLM:
             model, self._memory, self._decoding = describe_simulated(options), NoWeights(), None
             self._kept = None
         self.tokenizer, self.config = model.tokenizer, model.config
-        self.folders, self.room = model.folders, model.room
+        self.folders, self.size = model.folders, model.size
         self.sampling_defaults = model.sampling
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids

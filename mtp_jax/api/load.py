@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import jax
 
 from mtp_jax import checkpoint
-from mtp_jax.api.cache_size import sized
+from mtp_jax.api.cache_size import CacheSize, sized
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.local import backend_of, decoding_of
@@ -22,6 +23,8 @@ from mtp_jax.checkpoint.read import Loaded
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.law import MARK
 from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.defaults import Target, told, unasked
+from mtp_jax.engine.pages import MOST_PAGES
 from mtp_jax.errors import ConfigError
 from mtp_jax.heads.outside import Outside, taken
 from mtp_jax.hosts.hello import options_of, versions
@@ -34,8 +37,7 @@ from mtp_jax.model.expert_slots import with_slots
 from mtp_jax.model.family import config_of_file
 from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.params import Params
-from mtp_jax.model.room import Room
-from mtp_jax.model.sharding import with_auto_axes
+from mtp_jax.model.sharding import data_size, with_auto_axes
 from mtp_jax.text.stand_in import stand_in
 from mtp_jax.text.tokenizer import Tokenizer
 
@@ -48,7 +50,7 @@ class DescribedModel:
 
     Attributes:
         sampling: the model's own options of sampling.
-        room: the memory from which the size of the cache follows, where ``memory_fraction`` says it.
+        size: the size of the cache.
     """
 
     config: ModelConfig
@@ -56,7 +58,7 @@ class DescribedModel:
     tokenizer: Tokenizer | None
     sampling: JsonObject
     folders: tuple[Path, ...]
-    room: Room | None = field(default=None, kw_only=True)
+    size: CacheSize = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ def describe_simulated(options: LLMOptions) -> DescribedModel:
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     config = _with_eos(config_of_file(directory / "config.json"), tokenizer)
     sampling = sampling_defaults(directory, options.sampling_defaults)
-    return DescribedModel(config, options.engine(config, on_cpu=True), tokenizer, sampling, (directory,))
+    # A simulated cache takes no memory.
+    engine, pages = unasked(options.engine(config, Target()), options, 1, lambda: MOST_PAGES)
+    size = CacheSize(None, told(engine, options, config, pages))
+    return DescribedModel(config, engine, tokenizer, sampling, (directory,), size=size)
 
 
 def _located(options: LLMOptions, report: Reporter, *, weights: bool = True) -> tuple[Path, ...]:
@@ -106,7 +111,9 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         checkpoint.check_no_weights(directory)
     # Everything that can be wrong with the options is found before the weights are read.
     described = config_of_file(directory / "config.json")
-    engine = options.engine(described, jax.default_backend() == "cpu")
+    on = backend_of(options, options.mesh)
+    reach, unit = on.kind(described).reach(described), data_size(options.mesh) * options.micro_batches
+    engine = options.engine(described, Target(platform() == "cpu", reach, unit))
     _check_dtype(engine)
     outside = _outside(options, engine)
     if engine.law:
@@ -114,7 +121,6 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     if options.random_weights:
         _LOG.warning("%s weights: random numbers of the types that %s says", MARK, directory / "config.json")
     num_nextn_layers = _nextn_layers(options, engine)
-    on = backend_of(engine, options.mesh)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
     if options.random_weights and tokenizer is None:
         tokenizer = stand_in(directory, described.vocab_size, options.chat_template)
@@ -131,17 +137,18 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         params = on.laid_out(with_slots(params, engine.redundant_experts, options.mesh, consume=True))
     with report.phase("compare"):
         compare_weights()
-    config, room = _with_eos(config, tokenizer), None
+    config = _with_eos(config, tokenizer)
     drafting = replace(config, drafter=outside) if outside else config
     if not (drafting.drafts or options.asks_for_drafts):
         _LOG.warning("%s has no NextN layers, so no tokens are drafted; a draft_model could", directory.name)
         engine = engine.without_drafts()
     decoding = decoding_of(drafting, engine, on)
-    if engine.memory_fraction is not None:
-        with report.phase("size cache"):
-            engine, room = sized(decoding, params, engine, tokenizer is not None)
+    least = options.group.least if options.group else int
+    with report.phase("size cache") if engine.memory_fraction is not None else nullcontext():
+        engine, size = sized(decoding, params, engine, options, tokenizer is not None, least)
+    _LOG.info("sizes: %s", size.why)
     kept = folder if _keeps_programs(options) else None
-    return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, room=room)
+    return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, size=size)
 
 
 def _weights(

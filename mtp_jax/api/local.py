@@ -63,9 +63,17 @@ def make_runner(
     check_divisible(cfg, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
-    shape = StateShape(
+    shape = shape_of(config, config.pages_per_shard(shards))
+    runner = LocalRunner(decoding, params, shape, allocate=allocate, kept=kept)
+    _check_host_cache(config, runner.page_bytes)
+    return runner
+
+
+def shape_of(config: EngineConfig, pages: int) -> StateShape:
+    """The state of an engine with these options, and ``pages`` pages per data shard."""
+    return StateShape(
         config.max_num_seqs,
-        config.pages_per_shard(shards),
+        pages,
         config.page_size,
         config.columns,
         config.dtype,
@@ -73,9 +81,6 @@ def make_runner(
         1 + config.num_speculative_tokens,
         config.return_routed_experts,
     )
-    runner = LocalRunner(decoding, params, shape, allocate=allocate, kept=kept)
-    _check_host_cache(config, runner.page_bytes)
-    return runner
 
 
 def _check_host_cache(config: EngineConfig, page_bytes: int) -> None:

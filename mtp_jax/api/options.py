@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mtp_jax.api.progress import Reporter
 from mtp_jax.engine.config import MODEL, UNDRAFTED, UNSIMULATED, EngineConfig, EngineOptions
+from mtp_jax.engine.defaults import Target
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import Captures
+from mtp_jax.model.room import MEMORY_FRACTION
 from mtp_jax.options import option
 
 if TYPE_CHECKING:
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
 SamplingDefaults = Literal["model", "none"]
 LoadFormat = Literal["auto", "dummy", "dummy-instead"]
-_DEFAULT_MAX_MODEL_LEN = 8192
 _SEED_BITS = 63  # bits of the largest seed that the option takes
 
 
@@ -158,21 +159,31 @@ class LLMOptions(EngineOptions):
         """Whether no weights are read: they are random numbers."""
         return self.load_format != "auto"
 
-    def engine(self, model: ModelConfig, on_cpu: bool) -> EngineConfig:
-        """The engine's options for a model: without None and "auto", with a seed. Raises ConfigError."""
+    def engine(self, model: ModelConfig, on: Target) -> EngineConfig:
+        """The engine's options for a model: without "auto", with a seed, with sizes that ``on`` derives.
+
+        Sizes that depend on memory follow once the weights are there (``cache_size``). Raises ConfigError for
+        a length beyond the model's positions.
+        """
         limit, length = model.max_position_embeddings, self.max_model_len
         if length is not None and length > limit:
             raise ConfigError(f"max_model_len = {length}; the model's positions end at {limit}")
         given: JsonObject = {f.name: getattr(self, f.name) for f in fields(EngineOptions)}
         if length is None:
-            given["max_model_len"] = min(limit, _DEFAULT_MAX_MODEL_LEN)
+            given["max_model_len"] = on.length(model)
+        if self.max_num_seqs is None:
+            given["max_num_seqs"] = on.slots
+        if self.prefill_chunk is None:
+            given["prefill_chunk"] = on.chunk(model)
+        if self.memory_fraction is None and self.num_pages is None and not on.cpu:
+            given["memory_fraction"] = MEMORY_FRACTION
         given["num_speculative_tokens"] = self.drafts
         if self.page_size is None:
             given["page_size"] = model.usual_page
         given["draft_vocab"] = None  # its list is a file beside the weights (``api/load.py``)
         given["verifier"] = self.verifier or ("coupled" if self.tree else "block")
         if self.dtype == "auto":
-            given["dtype"] = "float32" if on_cpu else model.dtype
+            given["dtype"] = "float32" if on.cpu else model.dtype
         if self.seed is None:
             given["seed"] = secrets.randbits(_SEED_BITS)
         return EngineConfig(**given)

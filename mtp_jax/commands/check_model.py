@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.engine.defaults import Target
 from mtp_jax.engine.validate import check_sizes
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
@@ -22,7 +23,7 @@ def check_model(directory: Path, options: JsonObject, hosts: int = 1) -> None:
         raise ConfigError(missing_folder(head))
     data, parts = options.get("mesh", (1, 1))
     given = LLMOptions(**{**options, "mesh": None})
-    check_sizes(model, given.engine(model, on_cpu=True), data)
+    check_sizes(model, given.engine(model, Target(unit=data * given.micro_batches)), data)
     if "mesh" in options:
         check_divides(model, {"data": data, "model": parts})
     devices = cpu_devices()

@@ -35,6 +35,7 @@ from mtp_jax.heads.outside import taken_kind
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.head import DraftFolder
 from mtp_jax.model.hf_config import missing_folder, read_json
+from mtp_jax.model.room import MEMORY_FRACTION
 from mtp_jax.options import Clash, Described, Option, declared
 from mtp_jax.text.grammar import StructuredOutput
 from mtp_jax.text.wrong_regex import wrong_regex
@@ -231,7 +232,7 @@ def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> N
     """Declare the model and the options of LLM; ``quiet``: the help of --quiet."""
     add_model(parser, "directory with config.json and weights, or a GGUF file (default: the demo model)")
     parser.add_config()
-    own = {"max_num_seqs": f"as many as asked for, up to {_MOST_SLOTS}"}
+    own = {"max_num_seqs": f"the number asked for; from {_MOST_SLOTS} on the default"}
     add_groups(parser, LLMOptions, (MODEL, SPECULATION), "engine", own)
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
 
@@ -269,8 +270,8 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
     found = checked_options(args, completions)
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
-    if (share := found.get("memory_fraction")) is not None:
-        os.environ.setdefault(_JAX_SHARE, f"{share:g}")
+    if found.get("num_pages") is None:  # a processor does not read it
+        os.environ.setdefault(_JAX_SHARE, f"{found.get('memory_fraction', MEMORY_FRACTION):g}")
     with report.phase("import jax"):
         import mtp_jax.api.llm  # noqa: F401
         from mtp_jax.model.sharding import make_mesh
@@ -294,7 +295,8 @@ def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
     """
     found = _adaptive(given(args, LLMOptions))
     data, _ = found.get("mesh", (1, 1))
-    found.setdefault("max_num_seqs", -(-min(completions, _MOST_SLOTS) // data) * data)
+    if completions < _MOST_SLOTS:  # else the device decides
+        found.setdefault("max_num_seqs", -(-completions // data) * data)
     if "simulate" in args:  # of `serve` alone: its answers say that they are simulated
         found |= {"simulate": args.simulate, "simulated_step": args.simulated_step}
     # A seed's tokens depend on whether the verifier is coupled even where it has no drafts.
@@ -318,7 +320,7 @@ def ready(report: Reporter, llm: "LLM") -> None:
     report.ready(
         f"{c.num_hidden_layers} layers and {drafter(llm)} in {engine.dtype}{of_weights(llm)}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
-        f"{engine.max_num_seqs} at a time{f' ({llm.room})' if llm.room else ''}"
+        f"{engine.max_num_seqs} at a time{f' ({llm.size.room})' if llm.size.room else ''}"
         + (f"; {described(llm.sampling_defaults)}" if llm.sampling_defaults else "")
     )
 

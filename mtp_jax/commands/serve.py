@@ -137,7 +137,8 @@ def summary(
         "drafts": drafts,
         "sampling": described(llm.sampling_defaults),
         "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
-        f"prefixes {kept_prefixes}" + (f" ({llm.room})" if llm.room else ""),
+        f"prefixes {kept_prefixes}",
+        "sizes": llm.size.why,
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",
         "address": f"{address} once it is ready; {who}{only}{plain}",

@@ -211,6 +211,7 @@ class Runner(ABC):
         shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
         layout: experts whose choices are counted; None: nothing is counted or moved.
         any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
+        any_width: whether an executable over a wide page table takes as long as one over a narrow table.
         clock: returns the seconds in which launches and requests are timed: ``time.perf_counter``, unless
             the device's time is simulated.
         before_writing: functions that launch the reads which must come first.
@@ -218,8 +219,14 @@ class Runner(ABC):
 
     clock: Callable[[], float] = time.perf_counter
 
-    def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
-        self.shards, self.layout, self.any_depth = shards, layout, any_depth
+    def __init__(
+        self,
+        shards: int,
+        layout: ExpertLayout | None = None,
+        any_depth: bool = True,
+        any_width: bool = True,
+    ) -> None:
+        self.shards, self.layout, self.any_depth, self.any_width = shards, layout, any_depth, any_width
         self.before_writing: list[Callable[[], object]] = []
 
     @property
@@ -261,8 +268,14 @@ class DeviceRunner(Runner):
     program runs, as that may read or move its entries.
     """
 
-    def __init__(self, shards: int, layout: ExpertLayout | None = None, any_depth: bool = True) -> None:
-        super().__init__(shards, layout, any_depth)
+    def __init__(
+        self,
+        shards: int,
+        layout: ExpertLayout | None = None,
+        any_depth: bool = True,
+        any_width: bool = True,
+    ) -> None:
+        super().__init__(shards, layout, any_depth, any_width)
         self._deferred = 0  # depth-0 steps whose NextN entries are not written
         self._flush: Flush | None = None  # a flush whose time no result has reported yet
 

@@ -18,6 +18,7 @@ from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.expert_slots import moe_layers, most_copies, with_moe_layer
+from mtp_jax.model.head import head_of
 from mtp_jax.model.params import Params, shapes
 from mtp_jax.model.sharding import data_size
 from mtp_jax.model.stack import Stack, stacked
@@ -57,7 +58,7 @@ class LocalRunner(DeviceRunner):
         model, on = decoding.model, decoding.model.on
         # The passes of several NextN layers differ, so no loop can compute them.
         loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
-        super().__init__(data_size(on.mesh), layout_of(model, params), loops)
+        super().__init__(data_size(on.mesh), layout_of(model, params), loops, ends_with_rows(model))
         self.decoding = decoding
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
@@ -219,6 +220,13 @@ class LocalRunner(DeviceRunner):
 
     def _page(self, shard: int, page: int) -> int:
         return shard * (self._shape.pages + 1) + page
+
+
+def ends_with_rows(model: Model) -> bool:
+    """Whether attention of the trunk, and of a head, takes time for the rows in use alone."""
+    head = head_of(model.cfg)
+    sizes = [model.cfg, *([head.sizes] if head and head.sizes else [])]
+    return all(model.on.kind(cfg).reach(cfg) == "rows" for cfg in sizes)
 
 
 def layout_of(model: Model, params: Params) -> ExpertLayout | None:

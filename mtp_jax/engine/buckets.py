@@ -25,8 +25,7 @@ class Sizes:
             operations (on a CPU): the end of a prompt is cut into chunks that have fewer rows in all.
         prompts: most prompts per data shard in one chunk.
         pages: ratio of each width of page tables to the next smaller one, down from the longest request's.
-        rows: least number of cached rows that a page table holds. On a CPU attention ends at the last row
-            that a token sees, so a narrower table saves nothing there.
+        rows: least number of cached rows that a page table holds.
         moved: pages that one program reads or writes, where there is a host tier.
         logprobs: number of alternative tokens with log-probabilities, besides the chosen token.
     """
@@ -71,9 +70,12 @@ class Buckets:
         chunk_sizes: lengths of the chunks that prompts are cut into, the shortest first.
     """
 
-    def __init__(self, config: EngineConfig, shards: int = 1, any_depth: bool = False) -> None:
-        """shards: number of data shards. any_depth: see ``Runner``."""
+    def __init__(
+        self, config: EngineConfig, shards: int = 1, any_depth: bool = False, any_width: bool = False
+    ) -> None:
+        """shards: number of data shards. any_depth, any_width: see ``Runner``."""
         self._config, self._shards, self._any_depth = config, shards, any_depth
+        self._any_width = any_width
         self._steps, most = config.trees and config.trees.steps, config.prefill_chunk
         self.chunk_sizes: Sequence[int] = buckets(most, min(SIZES.chunk, most), SIZES.chunks)
         self._slots: Sequence[int] = buckets(config.max_num_seqs, 1, SIZES.slots)
@@ -251,8 +253,10 @@ class Buckets:
         return sorted({0, chain, most}) if self._any_depth else adaptive_depths(most, self._steps)
 
     def _page_sizes(self) -> Sequence[int]:
-        """Widths of page tables."""
+        """Widths of page tables: one, where a narrower table saves nothing."""
         sizes, size = [self._config.columns], self._config.page_size
+        if self._any_width:
+            return sizes
         while sizes[-1] > 1 and (narrower := -(-sizes[-1] // SIZES.pages)) * size >= SIZES.rows:
             sizes.append(narrower)
         return sizes[::-1]

@@ -40,14 +40,22 @@ class EngineOptions:
         metavar="K",
         subject=SPECULATION,
     )
-    max_num_seqs: int = option(8, "slots: completions at a time", low=1, high=4096, metavar="N")
+    max_num_seqs: int | None = option(
+        None,
+        "slots: completions at a time",
+        kind=int,
+        low=1,
+        high=4096,
+        unset="8, or on a GPU the number for which its memory has room",
+        metavar="N",
+    )
     max_model_len: int | None = option(
         None,
         "most tokens of prompt and output together",
         kind=int,
         low=2,
         high=2**24,
-        unset="the model's own, at most 8192",
+        unset="the model's own, as far as memory and attention allow",
         metavar="N",
     )
     page_size: int | None = option(
@@ -65,7 +73,7 @@ class EngineOptions:
         kind=int,
         low=1,
         high=2**22,
-        unset="enough for every slot at max_model_len",
+        unset="enough for every slot at max_model_len, if that is given, or on a GPU as memory_fraction says",
         metavar="N",
     )
     memory_fraction: float | None = option(
@@ -76,19 +84,17 @@ class EngineOptions:
         low=0,
         above=True,
         high=1,
-        unset="num_pages decides",
+        unset="on a GPU 0.94, unless num_pages is given; else num_pages decides",
         metavar="F",
-        excludes={
-            "num_pages": "both say how large the cache is",
-            "group": "caches of several hosts must have one size, which num_pages says",
-            **UNSIMULATED,
-        },
+        excludes={"num_pages": "both say how large the cache is", **UNSIMULATED},
     )
-    prefill_chunk: int = option(
-        256,
+    prefill_chunk: int | None = option(
+        None,
         "most prompt tokens that a step takes along",
+        kind=int,
         low=1,
         high=2**16,
+        unset="256, or on a GPU the number that hides the reading of experts",
         metavar="N",
     )
     prefix_cache: bool = option(
@@ -304,8 +310,10 @@ class EngineConfig(EngineOptions):
     """The options of an engine whose model is known. Raises ConfigError."""
 
     num_speculative_tokens: int = narrowed(EngineOptions, "num_speculative_tokens", DEFAULT_DRAFTS, unset="")
+    max_num_seqs: int = narrowed(EngineOptions, "max_num_seqs", 8, unset="")
     max_model_len: int = narrowed(EngineOptions, "max_model_len", 2048, unset="")
     page_size: int = narrowed(EngineOptions, "page_size", DEFAULT_PAGE, unset="")
+    prefill_chunk: int = narrowed(EngineOptions, "prefill_chunk", 256, unset="")
     draft_vocab: tuple[int, ...] | None = narrowed(
         EngineOptions,
         "draft_vocab",
@@ -351,8 +359,11 @@ class EngineConfig(EngineOptions):
         """Most tokens of prompt and output together: max_model_len, or the tokens that the pages hold."""
         if self.num_pages is None:
             return self.max_model_len
-        held = self.num_pages * self.page_size - self.rows_of(self.num_speculative_tokens)
-        return min(self.max_model_len, max(held, 0))
+        return min(self.max_model_len, self.held(self.num_pages))
+
+    def held(self, pages: int) -> int:
+        """Tokens of a request that ``pages`` pages hold, the drafts past its end beside them."""
+        return max(pages * self.page_size - self.rows_of(self.num_speculative_tokens), 0)
 
     def pages_per_shard(self, shards: int) -> int:
         """Cache pages of a data shard: num_pages, or enough for every slot at max_model_len."""

@@ -89,7 +89,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards, self.tier, self._leaves)
         self.depth = DepthController(config.num_speculative_tokens, trees=config.trees)
         self.timings, self.counters = Timings(runner.clock), Counters()
-        self.buckets = Buckets(config, self.shards, runner.any_depth)
+        self.buckets = Buckets(config, self.shards, runner.any_depth, runner.any_width)
         self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)
         self._inputs = InputProcessor(cfg, config, self.pages, self.grammars, runner.clock)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False

@@ -12,7 +12,8 @@ import numpy as np
 
 from mtp_jax.errors import ConfigError
 
-_MOST = 2**22  # the host's records of so many pages fit in a few hundred MB
+MOST_PAGES = 2**22
+"""Most pages of a data shard: the host's records of them fit in a few hundred MB."""
 
 
 class PagePool:
@@ -20,8 +21,8 @@ class PagePool:
 
     def __init__(self, pages: int, evicted: Callable[[int, bytes], None] | None = None) -> None:
         """evicted: called with each page that ``allocate`` forgets, and its digest, before its new use."""
-        if not 1 <= pages <= _MOST:
-            raise ConfigError(f"num_pages = {pages}; expected an integer from 1 to {_MOST}")
+        if not 1 <= pages <= MOST_PAGES:
+            raise ConfigError(f"num_pages = {pages}; expected an integer from 1 to {MOST_PAGES}")
         self.pages, self._evicted = pages, evicted
         self._free = list(range(pages - 1, -1, -1))
         self._users = [0] * pages

@@ -42,6 +42,11 @@ class FollowerLog:
         if not isinstance(answer, messages.Welcome):
             raise LogError(f"{type(answer).__name__} came where Welcome was due")
 
+    def least(self, mine: int) -> int:
+        """The least of all ranks' numbers, of which this is this rank's."""
+        self._channel.send(messages.Proposed(mine))
+        return self.expect(messages.Agreed).count
+
     def receive(self) -> Logged:
         """Wait for the next message."""
         return self._inbox.get()

@@ -61,6 +61,10 @@ class Group:
         """Check that all ranks have the same options. Raises ConfigError."""
         self.log.compare(description)
 
+    def least(self, mine: int) -> int:
+        """The least of all ranks' numbers, of which this is this rank's; every rank must ask for it."""
+        return self.log.least(mine)
+
     def leave(self) -> None:
         """End the group's work: rank 0 informs the followers; then JAX's processes disconnect."""
         self.ending.wait_if_begun()

@@ -92,6 +92,12 @@ class LeaderLog:
                 raise ConfigError(found)
         self.send(messages.Welcome())
 
+    def least(self, mine: int) -> int:
+        """The least of all ranks' numbers, of which this is rank 0's."""
+        found = min([mine, *(self._wait(rank, messages.Proposed).count for rank in sorted(self._channels))])
+        self.send(messages.Agreed(found))
+        return found
+
     def send(self, message: Logged) -> None:
         """Send a message to all followers. Ends the group if it does not reach one."""
         sent = prepared(message)
@@ -142,7 +148,7 @@ class LeaderLog:
         if isinstance(message, messages.Failed):
             if not self._finished:
                 self._lost(f"rank {rank} failed: {message.reason}"[:500])
-        elif isinstance(message, messages.Hello | messages.Compiled):
+        elif isinstance(message, messages.Hello | messages.Proposed | messages.Compiled):
             with self._changed:
                 self._told.append((rank, message))
                 self._changed.notify_all()

@@ -55,6 +55,20 @@ class Refused(HostMessage):
 
 
 @dataclass(frozen=True)
+class Proposed(HostMessage):
+    """The number for which a follower has memory."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Agreed(HostMessage):
+    """The least of all ranks' numbers."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class Failed(HostMessage):
     """The sender has failed, and ends."""
 

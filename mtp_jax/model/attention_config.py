@@ -7,7 +7,7 @@ Kinds are declared in ``mla_config``, ``gqa_config`` and ``compressed_config``. 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from mtp_jax.model.config_parts import RopeScaling
 
@@ -16,6 +16,12 @@ Ropes = Sequence[tuple[float, RopeScaling | None]]
 
 OF_MLA = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Fields of ``ModelConfig`` that a model with MLA needs."""
+
+Reach = Literal["rows", "keys", "table"]
+"""The memory and time of attention over a page table. rows: they follow the rows in use, however wide the
+table is. keys: an indexer's scores take a number of the table's width for every token. table: scores of every
+head do.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,11 @@ class AttentionConfig(ABC):
     def sparse(self) -> bool:
         """Whether tokens attend to rows that they choose."""
         return False
+
+    @property
+    def kernel_reach(self) -> Reach:
+        """The reach of this engine's GPU kernels, where they take the shapes; without kernels the table."""
+        return "table"
 
     @property
     @abstractmethod

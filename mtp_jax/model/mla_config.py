@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.attention_config import OF_MLA, AttentionConfig, Reads, RowFormat
+from mtp_jax.model.attention_config import OF_MLA, AttentionConfig, Reach, Reads, RowFormat
 from mtp_jax.model.config_parts import check_even, check_part, check_size
 from mtp_jax.model.hf_quantization import FP8_BLOCK
 
@@ -82,6 +82,11 @@ class MlaConfig(AttentionConfig):
     short = "MLA"
     sharpened = True
     fp8_size = "kv_lora_rank"
+
+    @property
+    def kernel_reach(self) -> Reach:
+        """Kernels end at the last row that a token sees; a choice of rows needs a score of each."""
+        return "keys" if self.sparse else "rows"
 
     @property
     def sparse(self) -> bool:

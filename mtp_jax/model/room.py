@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 _GIB = 2**30
 
+MEMORY_FRACTION, OVERHEAD = 0.94, 4e9
+"""The share of a GPU's memory that is used, and the bytes that activations, buffers of collectives, CUDA and
+code take of it. An allowance; a step of this engine has less than 0.3 GiB of activations (docs/kernels.md).
+"""
+
 
 @dataclass(frozen=True)
 class Room:

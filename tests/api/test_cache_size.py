@@ -14,7 +14,10 @@ from mtp_jax.api.local import backend_of, decoding_of, local_runner
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands.cli import make_parser
 from mtp_jax.commands.options import llm_options, reporter
+from mtp_jax.engine.defaults import LONG, slots
 from mtp_jax.machine import memory_size
+from mtp_jax.model.narrow import nbytes
+from mtp_jax.model.room import Room
 from mtp_jax.model.sharding import make_mesh
 from tests.golden import model_dir
 from tests.models import TINY, engine_config, runner_of, tiny_params
@@ -26,7 +29,8 @@ CONFIG = replace(engine_config(), num_pages=None, memory_fraction=0.5)
 @pytest.fixture
 def device(monkeypatch):
     """A device of 1 GiB, of which 100 MiB are in use; programs need 50 MiB."""
-    monkeypatch.setattr(cache_size, "_memory", lambda mesh, fraction: (GIB, 100 * 2**20))
+    room = Room(GIB, 0.5, 100 * 2**20, 0.0)
+    monkeypatch.setattr(cache_size, "_memory", lambda mesh, fraction, asked: replace(room, fraction=fraction))
     monkeypatch.setattr(cache_size, "_programs", lambda runner, config, structured: 50.0 * 2**20)
 
 
@@ -35,8 +39,10 @@ def device(monkeypatch):
 def test_the_cache_takes_what_is_left_and_no_more(device, mesh, kv_cache_dtype):
     devices = mesh and make_mesh(*mesh)
     given = replace(CONFIG, kv_cache_dtype=kv_cache_dtype)
-    config, room = sized(decoding_of(TINY, given, backend_of(given, devices)), tiny_params(), given, True)
-    assert (config.memory_fraction, room.total, room.fraction) == (None, GIB, 0.5)
+    decoding = decoding_of(TINY, given, backend_of(given, devices))
+    config, size = sized(decoding, tiny_params(), given, given, True)
+    assert (config.memory_fraction, size.room and size.room.fraction) == (None, 0.5)
+    assert f"{config.num_pages:,} pages of 16 tokens (0.5 of 1.0 GiB, less " in size.why
     runner = runner_of(TINY, tiny_params(), replace(config, num_pages=10), devices)
     page, small = runner.page_bytes, cache_size.state_bytes(runner)
     assert config.num_pages is not None
@@ -49,7 +55,39 @@ def test_the_cache_takes_what_is_left_and_no_more(device, mesh, kv_cache_dtype):
 def test_a_share_without_room_for_a_page_is_refused(device):
     given = replace(CONFIG, memory_fraction=0.14)
     with pytest.raises(ConfigError, match=r"0\.14 of 1\.0 GiB, less 0\.1 in use and 0\.0 for programs"):
-        sized(decoding_of(TINY, given, backend_of(given)), tiny_params(), given, True)
+        sized(decoding_of(TINY, given, backend_of(given)), tiny_params(), given, given, True)
+
+
+def test_a_gpus_slots_and_length_follow_its_memory(device, monkeypatch):
+    """The least memory of all hosts decides."""
+    monkeypatch.setattr(cache_size, "platform", lambda: "gpu")
+    monkeypatch.setattr(cache_size, "OVERHEAD", 0.0)
+    given = replace(CONFIG, prefill_chunk=LONG, max_model_len=10**6)
+    decoding = decoding_of(TINY, given, backend_of(given))
+    asked: list[int] = []
+
+    def least(mine: int) -> int:
+        asked.append(mine)
+        return mine // 2
+
+    config, _ = sized(decoding, tiny_params(), given, LLMOptions(), True, least)
+    assert config.max_num_seqs == slots(given, asked[0] // 2, 1) > 8
+    assert config.max_model_len == given.held(asked[0] // 2) < 10**6
+    assert config.num_pages == asked[1] // 2
+    # Slots take memory, too: of which the first estimate knows nothing.
+    assert 0.8 * asked[0] < asked[1] < asked[0]
+    kept, _ = sized(decoding, tiny_params(), given, given, True)
+    assert (kept.max_num_seqs, kept.max_model_len) == (given.max_num_seqs, 10**6)
+
+
+def test_a_processors_pages_are_in_half_of_its_memory(monkeypatch):
+    given = replace(CONFIG, memory_fraction=None, max_num_seqs=2, max_model_len=10**6)
+    decoding, params, options = decoding_of(TINY, given, backend_of(given)), tiny_params(), LLMOptions()
+    page = cache_size._page_bytes(decoding, given)
+    monkeypatch.setattr(cache_size, "memory_size", lambda: 2 * 5000 * page + nbytes(params))
+    config, size = sized(decoding, params, given, options, True)
+    assert (config.num_pages, config.max_model_len, size.room) == (5000, given.held(5000), None)
+    assert sized(decoding, params, given, options, True, lambda mine: mine - 1)[0].num_pages == 4999
 
 
 class Gpu:
@@ -72,7 +110,14 @@ def test_the_memory_of_a_gpu_is_more_than_jax_may_take(monkeypatch, fraction, sh
     monkeypatch.delenv(POOL, raising=False)
     if share:
         monkeypatch.setenv(POOL, share)
-    assert cache_size._memory(mesh, fraction) == (pytest.approx(total, abs=2), 7)
+    asked = cache_size._memory(mesh, fraction, True)
+    assert asked is not None
+    assert abs(asked.total - total) <= 2
+    assert asked == Room(asked.total, fraction, 7, 0.0)
+    # Unless it was asked for, a share is what JAX takes at most.
+    found = cache_size._memory(mesh, 0.94, False)
+    assert found is not None
+    assert found.fraction == float(share or 0.75)
 
 
 def test_a_gpu_of_which_jax_may_take_less_is_refused(monkeypatch):
@@ -80,10 +125,11 @@ def test_a_gpu_of_which_jax_may_take_less_is_refused(monkeypatch):
     monkeypatch.delenv(POOL, raising=False)
     mesh: Any = SimpleNamespace(local_devices=[Gpu({"bytes_limit": 60 * GIB, "bytes_in_use": 0})])
     with pytest.raises(ConfigError, match=f"JAX takes 0.75 of a GPU's memory; set {POOL}=0.9"):
-        cache_size._memory(mesh, 0.9)
+        cache_size._memory(mesh, 0.9, True)
     mesh = SimpleNamespace(local_devices=[Gpu(None)])
     with pytest.raises(ConfigError, match="does not say how much memory it has; give num_pages"):
-        cache_size._memory(mesh, 0.5)
+        cache_size._memory(mesh, 0.5, True)
+    assert cache_size._memory(mesh, 0.5, False) is None
 
 
 def test_the_command_line_lets_jax_take_that_share(monkeypatch):
@@ -92,6 +138,11 @@ def test_the_command_line_lets_jax_take_that_share(monkeypatch):
     args = make_parser().parse_args(["generate", "-q", "-p", "x", "--memory-fraction", "0.8"])
     assert llm_options(args, reporter(args), 1)["memory_fraction"] == 0.8
     assert os.environ[POOL] == "0.8"
+    for given, share in (([], "0.94"), (["--num-pages", "9"], None)):
+        os.environ.pop(POOL, None)
+        args = make_parser().parse_args(["generate", "-q", "-p", "x", *given])
+        llm_options(args, reporter(args), 1)
+        assert os.environ.get(POOL) == share
 
 
 def test_what_excludes_it():
@@ -101,9 +152,6 @@ def test_what_excludes_it():
         LLMOptions(memory_fraction=2)
     with pytest.raises(ConfigError, match=r"= 0.5 with simulate = \(0.5,\): a simulated model"):
         LLMOptions(memory_fraction=0.5, simulate=(0.5,))
-    group: Any = object()
-    with pytest.raises(ConfigError, match=r"with group = <object .*>: caches of several hosts must"):
-        LLMOptions(memory_fraction=0.5, group=group)
 
 
 def test_a_computers_memory_is_that_of_its_container(monkeypatch, tmp_path):
@@ -118,10 +166,12 @@ def test_a_computers_memory_is_that_of_its_container(monkeypatch, tmp_path):
 def test_an_engine_runs_in_its_share():
     share = 2 * GIB / memory_size()
     llm = LLM(model_dir("rigged"), max_num_seqs=2, max_model_len=96, page_size=16, memory_fraction=share)
-    assert llm.room is not None
-    assert llm.room.programs > 0
+    assert llm.size.room is not None
+    assert llm.size.room.programs > 0
     assert (
-        llm.engine.pages == llm.engine.config.num_pages == llm.room.holds(local_runner(llm.engine).page_bytes)
+        llm.engine.pages
+        == llm.engine.config.num_pages
+        == llm.size.room.holds(local_runner(llm.engine).page_bytes)
     )
     (output,) = llm.generate([[3, 1, 4]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert output.speculation.accepted > 0

@@ -9,6 +9,7 @@ import pytest
 from mtp_jax import make_mesh
 from mtp_jax.api import load
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.engine.defaults import Target
 from mtp_jax.hosts.hello import difference
 from mtp_jax.model.family import config_of_file
 from tests.checkpoint.files import copy_folder
@@ -34,7 +35,7 @@ def facts_of(model: Any, head: Any) -> list[Mapping[str, str]]:
     options = LLMOptions(model, draft_model=head, mesh=mesh, group=cast(Any, rank), seed=1)
     described = config_of_file(model / "config.json")
     folders = (model,) if head is None else (model, head)
-    load._compare(options, folders, options.engine(described, on_cpu=True), None)()
+    load._compare(options, folders, options.engine(described, Target()), None)()
     return rank.said
 
 

@@ -11,6 +11,7 @@ from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.step import Step
 from mtp_jax.engine.config import EngineConfig, EngineOptions
+from mtp_jax.engine.defaults import Target
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
@@ -149,7 +150,7 @@ def test_trees_and_other_options(given: dict[str, Any], message: str):
 
 
 def test_a_tree_says_the_number_of_drafts_and_their_verifier():
-    found = LLMOptions("model", tree="4x4x11").engine(TINY, on_cpu=True)
+    found = LLMOptions("model", tree="4x4x11").engine(TINY, Target())
     assert (found.num_speculative_tokens, found.verifier) == (11, "coupled")
     # The drafter itself writes 12 rows, a chain of 4 drafts writes 4.
     assert [found.pages_for_step(52, depth, 200) for depth in (11, 4)] == [1, 1]
@@ -261,7 +262,7 @@ def test_a_cache_that_no_memory_holds_is_refused():
 
 def test_without_a_seed_every_start_draws_its_own():
     model = config_of(golden.raw_config("rigged"))
-    seeds = {LLMOptions().engine(model, True).seed for _ in range(8)}
+    seeds = {LLMOptions().engine(model, Target()).seed for _ in range(8)}
     assert len(seeds) == 8
     assert all(declared(EngineConfig)["seed"].allows(seed) for seed in seeds)
-    assert {LLMOptions(seed=7).engine(model, True).seed for _ in range(2)} == {7}
+    assert {LLMOptions(seed=7).engine(model, Target()).seed for _ in range(2)} == {7}

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,17 @@ def test_an_encrypted_log_takes_no_plain_rank(meeting, caplog):
     assert follower.expect(Move) == Move(2, 1)
     assert caplog.text.count("this side encrypts, the other does not") == 1
     follower.finish()
+
+
+def test_the_least_of_all_ranks_numbers(meeting):
+    group = meeting(hosts=3)
+    second, first = group.follower(2), group.follower(1)
+    group.joined()
+    for numbers in ((70, 50, 60), (40, 50, 60), (70, 60, 50)):  # rank 0, 1, 2
+        with ThreadPoolExecutor(3) as threads:
+            logs = group.leader, first, second
+            found = threads.map(lambda log, mine: log.least(mine), logs, numbers, timeout=10)
+            assert [*found] == [min(numbers)] * 3
 
 
 def test_garbage_on_the_port_disturbs_nobody(meeting, caplog):

@@ -1,6 +1,8 @@
 """Several processes compute what one does: greedy, sampled, adaptive, structured, sparse attention."""
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,12 @@ def check(
     data: int = 2,
     of_many: dict[str, Any] | None = None,
     seconds: float = _SECONDS,
-) -> None:
+    memory: Sequence[int] = (),
+) -> list[str]:
     """Over so many processes and in this one: the same ids, and drafts that were accepted.
 
-    of_many: options of the former alone.
+    of_many: options of the former alone. memory: bytes that a device of each rank seems to have. Returns the
+    texts that the ranks printed.
     """
     llm = {**SIZES, **llm, "model": str(model)}
     plan = {
@@ -66,7 +70,8 @@ def check(
         "out": str(out / "found.json"),
     }
     arguments = ["-m", "tests.hosts.worker", "HOSTS", "RANK", "COORDINATOR", json.dumps(plan)]
-    with ranks(arguments, hosts) as group:
+    others = {rank: {"WORKER_MEMORY": str(size)} for rank, size in enumerate(memory)}
+    with ranks(arguments, hosts, others) as group:
         codes = [r.process.wait(seconds) for r in group]
         texts = [r.text for r in group]
     assert codes == [0] * hosts, "\n\n".join(texts)
@@ -76,14 +81,26 @@ def check(
     found = json.loads((out / "found.json").read_text())
     assert [ids for ids, _ in found] == [ids for ids, _ in wanted]
     assert all(accepted > 0 for _, accepted in found)
+    return texts
 
 
 @pytest.mark.rest  # make test holds a group to one process in test_failure.py
 def test_a_greedy_structured_request(tmp_path):
-    """With the experts of its one layer; then a draft, and the same again after the cache was given back."""
+    """With the experts of its one layer; then a draft, and the same again after the cache was given back.
+
+    Rank 1 has less memory: its share is the cache's size on both.
+    """
     model = written(replace(TINY, num_hidden_layers=1, first_k_dense_replace=0), tmp_path / "model")
     asking = {**ONE, "params": [{**SHAPED, "routed_experts": True}]}
-    check(model, tmp_path, {"num_speculative_tokens": 1, "return_routed_experts": True}, [asking])
+    own = {"num_speculative_tokens": 1, "return_routed_experts": True}
+    share, memory = {"memory_fraction": 0.5}, (40_000_000, 20_000_000)
+    texts = check(model, tmp_path, own, [asking], of_many=share, memory=memory)
+    (more, agreed), (less, found) = (
+        [list(map(int, pair)) for pair in re.findall(r"offered (\d+), agreed (\d+)", text)][-1]
+        for text in texts
+    )
+    assert more > 1.9 * less
+    assert agreed == found == less
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 JSON: ``mesh``, ``llm`` (options), ``jobs`` (prompts and sampling parameters), ``out`` (a file for what rank 0
 got), ``draft`` (a prompt to draft after), ``loop`` (go on until it is ended).
+
+WORKER_MEMORY in the environment: bytes that each of its devices seems to have.
 """
 
 import gc
@@ -13,9 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mtp_jax import LLM, Hosts, SamplingParams, StructuredOutput, follow, join, make_mesh
+from mtp_jax import LLM, Group, Hosts, SamplingParams, StructuredOutput, follow, join, make_mesh
+from mtp_jax.api import cache_size
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.hosts.channel import Channel
+from mtp_jax.model.room import Room
 
 LOOPED = [[5, 9, 11, 7], [8, 3]]
 
@@ -70,6 +74,20 @@ def _breakable() -> None:
     signal.signal(signal.SIGUSR2, lambda *_: cut())
 
 
+def _pretend(memory: int, group: Group) -> None:
+    """Let devices have ``memory`` bytes, all free; print numbers on which the ranks agree."""
+    agree = group.least
+
+    def least(mine: int) -> int:
+        found = agree(mine)
+        print(f"offered {mine}, agreed {found}")
+        return found
+
+    cache_size._memory = lambda mesh, fraction, asked: Room(memory, fraction, 0.0, 0.0)
+    cache_size._programs = lambda runner, config, structured: 0.0
+    group.least = least
+
+
 def main(hosts: str, rank: str, coordinator: str, given: str) -> None:
     """Run to the end."""
     plan = json.loads(given)
@@ -78,6 +96,8 @@ def main(hosts: str, rank: str, coordinator: str, given: str) -> None:
     options |= json.loads(os.environ.get("WORKER_OPTIONS", "{}"))
     with join(place) as group:
         _breakable()
+        if memory := os.environ.get("WORKER_MEMORY"):
+            _pretend(int(memory), group)
         options |= {"mesh": make_mesh(*plan["mesh"]), "group": group}
         if not group.leads:
             print("replayed", follow(**options))

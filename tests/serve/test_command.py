@@ -103,6 +103,9 @@ def test_the_summary_names_what_is_served(server: Running, real: Running, model:
     own = summary(server.allm, server.settings, server.url)
     assert "\ndrafts    1 NextN layer of tuned/head, depth 3\n" in own
     assert re.search(r"cache +[\d,]+ tokens", text)
+    assert re.search(
+        r"\nsizes +[\d,]+ tokens of a request \(.*\), \d+ slots, chunks of \d+, .*pages of ", text
+    )
     assert "256 requests wait" in text
     assert text.endswith(f"{server.url} once it is ready; no API key, this computer only")
     keyed = replace(server.settings, host="0.0.0.0", api_keys=("a", "b"))

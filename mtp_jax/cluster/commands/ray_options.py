@@ -24,6 +24,11 @@ def ray_options(args: argparse.Namespace) -> RayOptions | None:
 
 
 def portable_options(args: argparse.Namespace, completions: int) -> JsonObject:
-    """``engine_options`` for other processes, which may run in another folder. Raises ConfigError."""
+    """``engine_options`` for other processes, which may run in another folder. Raises ConfigError.
+
+    Replicas are told their slots, by which they are loaded.
+    """
     found = engine_options(args, completions)
+    data, _ = found.get("mesh", (1, 1))
+    found.setdefault("max_num_seqs", -(-completions // data) * data)
     return {name: v.absolute() if isinstance(v, Path) else v for name, v in found.items()}

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp
 
 from mtp_jax import LLM, AsyncLLM, Group, JsonMapping, JsonObject, make_mesh
 from mtp_jax.cluster.on_ray.spec import EngineSpec
+from mtp_jax.model.room import MEMORY_FRACTION
 from serve.http.app import make_app
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.access_log import set_up
@@ -20,7 +21,8 @@ _LAST_ANSWERS_SECONDS = 0.5
 def llm_options(options: JsonMapping) -> JsonObject:
     """Options of ``LLM`` for this process: its own mesh."""
     found = dict(options)
-    if (share := found.get("memory_fraction")) is not None:  # before JAX sees a GPU, and takes less
+    if found.get("num_pages") is None:  # before JAX sees a GPU, and takes less
+        share = found.get("memory_fraction", MEMORY_FRACTION)
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:g}")
     if "mesh" in found:
         found["mesh"] = make_mesh(*found["mesh"])

@@ -25,7 +25,6 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench import cost, steps
 from mtp_jax.lab.bench.report import Report, forced, table
-from mtp_jax.lab.planning.fit import MEMORY_FRACTION, OVERHEAD
 from mtp_jax.lab.planning.hardware import GPUS, Gpu, gpu_of
 from mtp_jax.model.backend import backend
 from mtp_jax.model.choices import KernelChoice
@@ -34,7 +33,7 @@ from mtp_jax.model.device import platform
 from mtp_jax.model.draft_rows import with_draft_rows
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.params import Params
-from mtp_jax.model.room import Room
+from mtp_jax.model.room import MEMORY_FRACTION, OVERHEAD, Room
 
 # 2.9 tokens per step with three drafts: SGLang's and DeepSeek's reports of DeepSeek-V3 name 2.4 to 3.
 ACCEPTANCE = 0.85, 0.64, 0.41

@@ -10,12 +10,11 @@ from mtp_jax.commands.options import add_head, draft_folder, model_dir
 from mtp_jax.commands.parser import Subparsers, add_model, add_value, positive, positive_number
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
-from mtp_jax.lab.planning.fit import MEMORY_FRACTION, OVERHEAD
 from mtp_jax.lab.planning.hardware import GPUS, gpu_named
 from mtp_jax.lab.planning.weights import drafts
 from mtp_jax.model.draft_vocab import FILE, listed
 from mtp_jax.model.family import config_json
-from mtp_jax.model.room import Room
+from mtp_jax.model.room import MEMORY_FRACTION, OVERHEAD, Room
 from mtp_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from mtp_jax.decode.law import GOLDEN, golden_rates
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.commands import plan_load
 from mtp_jax.lab.planning.declared import declared
-from mtp_jax.lab.planning.fit import MEMORY_FRACTION
 from mtp_jax.lab.planning.hardware import GPUS
 from mtp_jax.lab.planning.releases import KNOWN
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.room import MEMORY_FRACTION
 
 if TYPE_CHECKING:
     from mtp_jax.lab.planning.deployment import Deployment

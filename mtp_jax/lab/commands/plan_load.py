@@ -11,6 +11,7 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_options, chosen, flag_of
 from mtp_jax.commands.parser import Parser
+from mtp_jax.engine.defaults import Target
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.planning.deployment import Deployment
 from mtp_jax.lab.planning.launch_time import LaunchTimes, Software
@@ -75,14 +76,14 @@ def run(args: argparse.Namespace, base: Deployment, name: str) -> int:
 
     base = replace(base, micro_batches=1 if args.micro_batches == "auto" else int(args.micro_batches))
     own = {option: getattr(args, option) for option in _ENGINE if option in args}
-    least = base.data * base.micro_batches
-    own.setdefault("max_num_seqs", -(-LLMOptions.max_num_seqs // least) * least)
     own.setdefault("adaptive_depth", True)
     if not base.cfg.num_nextn_predict_layers:
         own.setdefault("num_speculative_tokens", 0)
     seed: int = getattr(args, "seed", 0)
     software: Software = getattr(args, "software", "middle")
-    config = LLMOptions(**own, micro_batches=base.micro_batches, seed=seed).engine(base.cfg, on_cpu=False)
+    options = LLMOptions(**own, micro_batches=base.micro_batches, seed=seed)
+    target = Target(False, base.cfg.attention.kernel_reach, base.data * base.micro_batches)
+    config = options.engine(base.cfg, target)
     if args.output:
         load_pyplot()  # which may not be there
     arrivals, outcomes, limits = load.read(args.load), {}, chosen(args, QueueLimits)
@@ -90,11 +91,12 @@ def run(args: argparse.Namespace, base: Deployment, name: str) -> int:
     most = f"{'0 to ' * config.adaptive_depth}{drafts} drafts"
     configs = {f"with MTP, {most}": config} if drafts else {}
     configs = {**configs, "without MTP": config.without_drafts()}
-    fits = {run: fitted(config, base) for run, config in configs.items()}
+    fits = {run: fitted(config, base, options) for run, config in configs.items()}
     for run, config in fits.items():
         times = LaunchTimes(base, software)
         service = Service(base.cfg, config, times, args.accept_rates, base.data, limits, seed)
         outcomes[run] = replay(service, arrivals)
+    config = next(iter(fits.values()))
     title = (
         f"{name} on {base.gpus} x {base.gpu.name.upper()}, mesh {base.data}x{base.model}, {base.exchange}: "
         f"predicted with {software} software, not measured",

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mtp_jax.api.admission import Admission, QueueLimits, Reservation
-from mtp_jax.engine.config import EngineConfig
+from mtp_jax.engine.config import EngineConfig, EngineOptions
+from mtp_jax.engine.defaults import shortened, slots
 from mtp_jax.engine.engine import Engine
+from mtp_jax.engine.pages import MOST_PAGES
 from mtp_jax.engine.request import Request
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation
@@ -90,15 +92,23 @@ class Outcome:
         return sum(depth * n for depth, n in steps.items()) / max(steps.total(), 1)
 
 
-def fitted(config: EngineConfig, base: Deployment) -> EngineConfig:
-    """The options with the pages that the deployment's memory holds. Raises ConfigError."""
+def fitted(config: EngineConfig, base: Deployment, options: EngineOptions) -> EngineConfig:
+    """The config with the pages that the deployment's memory holds, and the slots and length for them.
+
+    options: as they were asked for; they stay. Raises ConfigError where the model does not fit.
+    """
     check_config(base.cfg, config, base.data)
-    page, depth = config.page_size, config.num_speculative_tokens
-    d = replace(base, requests=1, context=config.max_model_len, depth=depth, page_size=page)
+    own, page, depth = options.max_model_len is None, config.page_size, config.num_speculative_tokens
+    context = page if own else config.max_model_len
+    d = replace(base, requests=1, context=context, depth=depth, page_size=page)
     if why := misfit(d):
         raise ConfigError(f"{'with' if d.depth else 'without'} drafts {why}")
-    held = memory(d).beside(config.max_num_seqs // d.data) // page
-    return replace(config, num_pages=min(held, config.pages_per_shard(d.data)))
+    room = memory(d)
+    if options.max_num_seqs is None:
+        config = replace(config, max_num_seqs=slots(config, room.beside(0) // page, d.data))
+    pages = min(room.beside(config.max_num_seqs // d.data) // page, MOST_PAGES)
+    config = replace(config, num_pages=pages, memory_fraction=None)
+    return shortened(config, pages) if own else config
 
 
 def replay(service: Service, load: Sequence[Arrival]) -> Outcome:

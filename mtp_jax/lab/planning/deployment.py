@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mtp_jax.errors import ConfigError
-from mtp_jax.lab.planning.fit import IMBALANCE, MEMORY_FRACTION
+from mtp_jax.lab.planning.fit import IMBALANCE
 from mtp_jax.lab.planning.hardware import Gpu, Rate
 from mtp_jax.lab.planning.weights import Storage, drafts
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import head_of
+from mtp_jax.model.room import MEMORY_FRACTION
 
 ExchangeWay = Literal["gather", "all-to-all", "per-expert"]
 """The exchange: the way of rows to their experts. gather: every GPU gets all rows, and sums are reduced and

@@ -62,7 +62,3 @@ IMBALANCE = 1.3
 
 # The share of the peak in products of prompts. SGLang reads 52,300 tokens/s of 2k prompts on 8 H100.
 PREFILL = 0.28
-
-# The share of a GPU's memory that is used, and the bytes that activations, buffers of collectives, CUDA and
-# code take of it. An allowance; a step of this engine has less than 0.3 GiB of activations (docs/kernels.md).
-MEMORY_FRACTION, OVERHEAD = 0.94, 4e9

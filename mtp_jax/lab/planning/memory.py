@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from mtp_jax.lab.planning.deployment import Deployment
-from mtp_jax.lab.planning.fit import OVERHEAD
 from mtp_jax.lab.planning.weights import BFLOAT16, declared, drafts
-from mtp_jax.model.room import Room
+from mtp_jax.model.room import OVERHEAD, Room
 from mtp_jax.model.spec import leaves
 
 _GIB = 2**30

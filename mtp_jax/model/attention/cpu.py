@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mtp_jax.model.attention.cpu_heads import inward, outward
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
+from mtp_jax.model.attention_config import Reach
 from mtp_jax.model.cache import read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import beside
@@ -40,6 +41,10 @@ class CpuLatent(Latent):
         """The up-projections as they lie in memory, if loops read them."""
         narrow = self.on.mesh is None and readable(a.k_up) and readable(a.v_up)
         return Ups(a.k_up, a.v_up) if narrow else super().by_head(a, cfg)
+
+    def reach(self, cfg: ModelConfig) -> Reach:
+        """Sparse attention has masks of the whole table in a chunk."""
+        return "table" if cfg.attention.sparse else "rows"
 
     def prefill_form(self, cfg: ModelConfig, window: int) -> Form:
         """The form that takes fewer operations for ``window`` tokens over long histories.

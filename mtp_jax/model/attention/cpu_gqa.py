@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Int
 from mtp_jax.model.attention.cpu import LEAST, blocks_of
 from mtp_jax.model.attention.gqa import Gqa, KvHeads, Queries
 from mtp_jax.model.attention.source import Paged, Source
+from mtp_jax.model.attention_config import Reach
+from mtp_jax.model.config import ModelConfig
 
 
 class _Sums(NamedTuple):
@@ -21,6 +23,10 @@ class _Sums(NamedTuple):
 
 class CpuGqa(Gqa):
     """Grouped-query attention that ends at the last cached row which some token sees."""
+
+    def reach(self, cfg: ModelConfig) -> Reach:
+        """Blocks end at the last row that a token sees."""
+        return "rows"
 
     def attend(self, q: Queries, w: KvHeads, source: Source, scale: float) -> Float[Array, "B W N v"]:
         """``Gqa.attend`` over one block of rows after the other, if there are several.

@@ -17,6 +17,7 @@ from kernels_pallas.mla_prefill import api as mla_prefill
 from kernels_pallas.top_k import api as top_k
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
+from mtp_jax.model.attention_config import Reach
 from mtp_jax.model.cache import Cache, Entries, LayerCache, PagedView, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
@@ -36,6 +37,15 @@ class HopperLatent(Latent):
     """MLA whose queries, cache writes, attention and choice of rows are kernels, where shapes allow."""
 
     on: HopperProducts
+
+    def reach(self, cfg: ModelConfig) -> Reach:
+        """``MlaConfig.kernel_reach`` where kernels take the shapes."""
+        shape, dtype = (1, 1, cfg.num_attention_heads), jnp.bfloat16
+        q, rope = (jax.ShapeDtypeStruct((*shape, n), dtype) for n in (cfg.kv_lora_rank, cfg.qk_rope_head_dim))
+        pages = jax.ShapeDtypeStruct((1, cfg.usual_page, cfg.row.width), dtype)
+        if not self.on.can("mla_decode", mla_decode.check, q, rope, pages):
+            return "table"
+        return cfg.attention.kernel_reach
 
     def readers(self, a: Attention) -> Readers:
         """The projections to low ranks as readers; a layer with an indexer reads plain rows."""

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.attention.place import EntryPlace
 from mtp_jax.model.attention.source import Paged, Source, Whole
+from mtp_jax.model.attention_config import Reach
 from mtp_jax.model.cache import Cache, Entries, LayerCache, Views
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.indexer import IndexQueries
@@ -61,6 +62,10 @@ class Kind(ABC):
         widest: most tokens of a slot in a step. Raises ConfigError.
         """
         return rows
+
+    def reach(self, cfg: ModelConfig) -> Reach:
+        """The reach of attention of a chunk and of windows alike."""
+        return "table"
 
     def readers(self, a: Any) -> Readers:
         """The weights that read a layer's normed rows, if their products may take them quantised."""

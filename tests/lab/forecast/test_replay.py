@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mtp_jax.api.admission import QueueLimits
+from mtp_jax.api.options import LLMOptions
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ from mtp_jax.lab.forecast.replay import Outcome, Service, fitted, replay
 from mtp_jax.lab.planning.deployment import Deployment, tokens_per_step
 from mtp_jax.lab.planning.hardware import GPUS
 from mtp_jax.lab.planning.launch_time import LaunchTimes, LaunchWork
+from mtp_jax.lab.planning.memory import memory
 from mtp_jax.lab.planning.published import DEEPSEEK_V3
 from mtp_jax.lab.planning.weights import Storage
 from mtp_jax.simulate.device import Simulated
@@ -184,7 +186,9 @@ def of_v3(load: list[Arrival], drafts: int, slots: int = 1) -> Outcome:
         page_size=PAGE,
         dtype="bfloat16",
     )
-    return replay(Service(DEEPSEEK_V3, fitted(config, BASE), LaunchTimes(BASE), (0.86, 0.7, 0.55)), load)
+    return replay(
+        Service(DEEPSEEK_V3, fitted(config, BASE, config), LaunchTimes(BASE), (0.86, 0.7, 0.55)), load
+    )
 
 
 def test_one_request_of_deepseek_v3_takes_the_predicted_seconds():
@@ -213,14 +217,24 @@ def test_drafts_pay_for_one_user_of_deepseek_v3():
 def test_what_does_not_fit_is_refused():
     small = replace(BASE, gpu=GPUS["h100"])
     with pytest.raises(ConfigError, match="without drafts 8 x H100: needs 88"):
-        fitted(EngineConfig(num_speculative_tokens=0), small)
+        fitted(EngineConfig(num_speculative_tokens=0), small, EngineConfig())
     with pytest.raises(ConfigError, match="max_num_seqs = 4 does not divide over a data axis of 8"):
-        fitted(EngineConfig(max_num_seqs=4), replace(BASE, data=8, model=1))
-    roomy = fitted(EngineConfig(max_num_seqs=4), BASE)
-    assert roomy.num_pages == 4 * roomy.columns
-    full = fitted(EngineConfig(max_num_seqs=4096, max_model_len=8192), BASE)
-    assert full.num_pages is not None
-    assert full.num_pages < 4096 * full.columns
+        fitted(EngineConfig(max_num_seqs=4), replace(BASE, data=8, model=1), EngineConfig())
+
+
+def test_what_is_not_given_fits_the_memory():
+    given = EngineConfig(max_num_seqs=4, max_model_len=8192)
+    kept = fitted(given, BASE, given)
+    pages = memory(replace(BASE, depth=3)).beside(0) // PAGE
+    assert kept == replace(given, num_pages=pages)
+    found = fitted(replace(given, prefill_chunk=8192, max_model_len=163840), BASE, LLMOptions())
+    assert found == replace(kept, prefill_chunk=8192, max_model_len=163840, max_num_seqs=64)
+    assert 64 * 8192 <= pages * PAGE < 128 * 8192
+    # The longest request is one that the memory holds.
+    small = replace(BASE, memory_fraction=0.65)
+    least = fitted(replace(given, max_model_len=163840), small, LLMOptions())
+    assert least.num_pages is not None
+    assert 2 < least.max_model_len == least.held(least.num_pages) < 163840
 
 
 @pytest.mark.parametrize("shards", [1, 2])

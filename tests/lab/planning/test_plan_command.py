@@ -395,3 +395,17 @@ def test_a_known_model_needs_no_file(plan):
     read.pop("model")
     assert known == read
     assert f"or one of {', '.join(KNOWN)}, whose is known" in plan()
+
+
+def test_the_default_server_of_one_gpu(plan):
+    """The documentation has its sizes, and figures of one request."""
+    Path("one.csv").write_text("arrival,prompt_tokens,output_tokens\n0.0,8192,1024\n")
+    argv = "joyai-llm-flash-fp8", "--gpus", "1", "--load", "one.csv"
+    assert "\n128 slots of 131,072 tokens at most, chunks of 8,192; seed 0\n" in plan(*argv)
+    found = []
+    for software in ("middle", "lean"):
+        run, alone = json.loads(plan(*argv, "--software", software, "--json"))["runs"]
+        found += [(f"{software} software", run), (f"{software}, without MTP", alone)]
+    for name, run in found[:3]:
+        first, later = (1e3 * run[f"{time}_seconds"]["50"] for time in ("first_token", "token_to_token"))
+        assert f"{name} | {first:.0f} ms | {later:.1f} ms | {run['tokens_per_second']:.0f} |" in DOCS
