@@ -59,6 +59,7 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "ubatch-size",
     ): ("--prefill-chunk",),
     ("disable-radix-cache", "no-enable-prefix-caching"): ("--no-prefix-cache",),
+    ("hicache-storage-backend", "lmcache-config-file"): ("--file-cache",),
     ("swap-space", "cpu-offload-gb", "hicache-size", "enable-hierarchical-cache"): ("--host-cache-gib",),
     ("cache-type-k", "cache-type-v", "kv-dtype"): ("--kv-cache-dtype",),
     ("enable-return-routed-experts",): ("--return-routed-experts",),

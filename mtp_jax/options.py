@@ -41,7 +41,8 @@ class Option:
         repeated: the flag may be repeated; the field is a tuple.
         subject: heading of the help that it stands under; empty: the command's own.
         needs: the value that another option must have where this one is in use, and the reason, by its name:
-            True, a string, or the least number. None always serves: it means a default that does.
+            a string, the least number, or True, which is any value in use of an option that is no switch.
+            Otherwise None always serves: it means a default that does.
         excludes: the reason why another option must not be in use where this one is, by its name; one of the
             two says so.
         idle: the value of another option beside which this one has no effect, by its name. The command line
@@ -79,6 +80,8 @@ class Option:
         """Whether a value of this option is the value that is needed, or as great. None: not in use."""
         if needed is None:
             return not self.in_use(value)
+        if needed is True and self.kind is not bool:
+            return self.in_use(value)
         if value is None:
             return True
         return value >= needed if type(needed) is int else value == needed
@@ -199,9 +202,11 @@ class Clash:
 
     def told(self, say: Callable[[str, object], str | None]) -> str:
         """The sentence. say: an option and its value in the caller's words; None: they have none for it."""
-        better = None if self.needed is None else say(self.other, self.needed)
+        any_value = self.needed is True and not isinstance(self.got, bool)
+        better = None if self.needed is None or any_value else say(self.other, self.needed)
         more = " or more" if type(self.needed) is int else ""
         change = f"take {better}{more}, or leave the other out" if better else "leave one of them out"
+        change = "give both, or neither" if any_value else change
         both = (self.option, self.value), (self.other, self.got)
         first, second = (say(*one) or _in_python(*one) for one in both)
         return f"{first} with {second}: {self.why}; {change}"

@@ -85,7 +85,7 @@ class AsyncLLM:
         thread, quiet = self._thread, self._submissions.quiet
         self.warm_up = WarmUp(llm.engine, quiet, thread.warm_up, thread.forget_costs)
         self.pause = Pause(thread, self._submissions, self.on_engine, self._check_awake)
-        self.hooks = Hooks()
+        self.hooks = Hooks(at_start=[partial(self.off_loop, llm.await_files)])
         self.about = About(
             llm.config,
             llm.engine.config,

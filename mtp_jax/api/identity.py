@@ -1,14 +1,25 @@
 """The identity of weights in memory: digests of every byte of the files or arrays that they are from."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import jax
+
 from mtp_jax.checkpoint.digest import beside, digest, folder_digest, tensors_of
 from mtp_jax.checkpoint.folder import Folder
+from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import CheckpointError
+from mtp_jax.hosts.hello import versions
+from mtp_jax.machine import program_folder
+from mtp_jax.model.backend import Backend
+from mtp_jax.model.device import platform
 from mtp_jax.model.params import Params
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,47 @@ class NewWeights:
     digests: Digests | None = None
 
 
+def facts_of_pages(engine: Engine, weights: object) -> tuple[object, ...]:
+    """Facts that pages depend on besides tokens and their own form: model, name of the weights, cache.
+
+    weights: all bytes of the weights, digested.
+    """
+    config = engine.config
+    of_weights = weights, engine.weight_version, config.dtype
+    return engine.cfg, of_weights, config.page_size, config.suffix_drafts
+
+
+def identified(engine: Engine, identify: Callable[[], "Identity"], on: Backend | None) -> Callable[[], None]:
+    """Tell an engine's tier of files whose pages it has. Returns a function that waits until it knows.
+
+    Answers are to be as after computed pages, so pages of other versions, devices, meshes and kernels, which
+    decide how sums are rounded, lie in other files. on: the backend; None: the model is simulated.
+    """
+    files = engine.tier.files if engine.tier else None
+    if files is None:
+        return lambda: None
+    identity, here = identify(), (versions(), engine.config.kernels, on and _place(on))
+
+    def facts() -> str | None:
+        weights = identity.known()
+        return None if weights is None else repr((here, facts_of_pages(engine, weights)))
+
+    def wait() -> None:
+        try:
+            identity.wait()
+        except CheckpointError as error:
+            _LOG.warning("file_cache is not used, as the weights cannot be read again: %s", error)
+
+    files.identity = facts
+    return wait
+
+
+def _place(on: Backend) -> tuple[object, ...]:
+    """The devices that pages are computed on."""
+    kind = program_folder() if platform() == "cpu" else jax.devices()[0].device_kind
+    return kind, on.mesh and tuple(on.mesh.shape.items())
+
+
 class Identity:
     """The digests of the weights in memory, which change with them. Any thread may ask."""
 
@@ -47,6 +99,11 @@ class Identity:
     def wait(self) -> None:
         """Wait until the digests are known. Raises CheckpointError."""
         self._digests.result()
+
+    def known(self) -> Digests | None:
+        """The digests, where they are known by now; None, too, as ``now`` says."""
+        done = self._digests.done() and not self._digests.exception()
+        return self.now() if done else None
 
     def now(self) -> Digests | None:
         """The digests; None while weights are being replaced, or if that has failed."""

@@ -14,7 +14,7 @@ from mtp_jax.api import probe as probing
 from mtp_jax.api.about import shown
 from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate
-from mtp_jax.api.identity import Identity, NewWeights
+from mtp_jax.api.identity import Identity, NewWeights, identified
 from mtp_jax.api.load import describe_simulated, load_model
 from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import return_free_memory
@@ -49,6 +49,7 @@ class LLM:
     Attributes:
         group: the processes that run the engine together; None: this one alone.
         random_weights: whether the weights are random numbers, and ``weight_version`` is "SYNTHETIC".
+        await_files: waits until pages may come from ``file_cache``.
     """
 
     @takes(LLMOptions, ConfigError)
@@ -82,6 +83,7 @@ class LLM:
         self.engine = self._make_engine(model.engine)
         self._session = Session(self.engine)
         self._scorer = self._decoding and Scorer(self.config, self._decoding.model.on)
+        self.await_files = identified(self.engine, self.identify, self._decoding and self._decoding.model.on)
 
     def __repr__(self) -> str:
         return f"LLM({shown(self.folders[0], self.engine.cfg, self.engine.config)})"
@@ -414,6 +416,7 @@ class LLM:
         compiled = len(self.engine.runner.keys)
         with self._report.phase("compile", "executables") as update:
             self.engine.prepare(requests, update)
+        self.await_files()
         if len(self.engine.runner.keys) > compiled:
             return_free_memory()
 
@@ -442,3 +445,4 @@ class LLM:
         finally:
             for state in states:
                 self._session.abort(state)
+            self._session.rest()

@@ -95,6 +95,11 @@ def _check_host_cache(config: EngineConfig, page_bytes: int) -> None:
             f"host_cache_gib = {config.host_cache_gib} holds no page, which takes {page_bytes / 2**30:.3g} "
             "GiB; set it to several times as much, or to 0"
         )
+    if config.files and config.files.budget <= page_bytes:
+        raise ConfigError(
+            f"file_cache_gib = {config.file_cache_gib} holds no page, which takes {page_bytes / 2**30:.3g} "
+            "GiB; set it to many times as much"
+        )
 
 
 def local_runner(engine: Engine) -> LocalRunner:

@@ -1,7 +1,7 @@
 """The step loop: requests go in, the engine steps, tokens become text, finished requests are dropped."""
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 from mtp_jax.api.completions import CompletionState, PromptState
 from mtp_jax.api.interrupt import interruptible
@@ -55,6 +55,13 @@ class Session:
         finally:
             for request in requests:
                 self.engine.abort(request)
+
+    def rest(self, wanted: Callable[[], bool] = lambda: False) -> None:
+        """Hand pages over to files, unless ``wanted`` says that something else is to be done."""
+        engine = self.engine
+        while engine.tier and not engine.busy and not engine.asleep and not wanted():
+            if not engine.tier.save():
+                return
 
     def _step(self) -> tuple[list[Request], list[PromptState]]:
         """Run a step, then act on Ctrl-C: within a step, results have been read that are in no text yet."""

@@ -117,6 +117,7 @@ class EngineThread:
         if not self._engine.busy:
             self._working_since = None
             self._run_quiet()
+            self._session.rest(lambda: not self._inbox.empty())
         while True:
             try:
                 command = self._inbox.get(block=self._working_since is None)

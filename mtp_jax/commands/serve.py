@@ -131,6 +131,8 @@ def summary(
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
+    if c.files:
+        kept_prefixes += f", {c.file_cache_gib:g} GiB in files of {c.files.folder}"
     what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB{of_weights(llm)}"
     rows = {
         "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if about.simulated else what}",

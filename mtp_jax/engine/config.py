@@ -10,6 +10,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.choices import ExchangeChoice, KernelChoice
 from mtp_jax.model.config import DEFAULT_PAGE
 from mtp_jax.options import check, documented, narrowed, option
+from mtp_jax.store.file_tier import FilesOf
 
 # The other one of ``decode.keys.Verifier`` accepts fewer drafts than "block" and is the oracle of the tests.
 VerifierChoice = Literal["block", "coupled"]
@@ -114,6 +115,37 @@ class EngineOptions:
         False,
         "keep the experts that every token chose beside its cache, for requests that ask for them "
         "(routed_experts)",
+    )
+    file_cache: str | Path | None = option(
+        None,
+        "folder of files of pages that came to the host's memory, kept over restarts, which servers of one "
+        "model may share; a user who may write to it can change answers",
+        kind=Path,
+        unset="no files",
+        metavar="DIR",
+        needs={
+            "host_cache_gib": (True, "pages pass through the host's memory"),
+            "file_cache_gib": (True, "files take room"),
+        },
+    )
+    file_cache_gib: float | None = option(
+        None,
+        "GiB of all files in file_cache together; the oldest are deleted for new files",
+        kind=float,
+        low=0,
+        above=True,
+        high=2**20,
+        unset="no files",
+        metavar="GIB",
+        needs={"file_cache": (True, "it is the size of that folder")},
+    )
+    file_cache_seconds: float = option(
+        10.0,
+        "most that a prompt waits for its pages from file_cache; pages that have not come are computed",
+        low=0,
+        high=600,
+        metavar="S",
+        needs={"file_cache": (True, "without files nothing is waited for")},
     )
     adaptive_depth: bool = option(
         False,
@@ -273,6 +305,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check(self, ConfigError)
         _ = self.law  # raises its error
+        if self.files:
+            self.files.check()
         trees, drafts = self.trees, self.num_speculative_tokens
         if trees and drafts not in (None, trees.nodes):
             raise ConfigError(
@@ -296,6 +330,14 @@ class EngineOptions:
         """``num_speculative_tokens``, or its default."""
         default = self.trees.nodes if self.trees else DEFAULT_DRAFTS
         return default if self.num_speculative_tokens is None else self.num_speculative_tokens
+
+    @property
+    def files(self) -> FilesOf | None:
+        """The tier of files; None: there is none."""
+        if self.file_cache is None or self.file_cache_gib is None:
+            return None
+        folder = Path(self.file_cache).expanduser()
+        return FilesOf(folder, int(self.file_cache_gib * 2**30), self.file_cache_seconds)
 
     @property
     def asks_for_drafts(self) -> bool:

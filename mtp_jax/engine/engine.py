@@ -47,8 +47,7 @@ from mtp_jax.engine.timings import Timings
 from mtp_jax.engine.turns import AdmitWaiting, LaunchStep, ReadOldest, Turns
 from mtp_jax.engine.validate import InputProcessor
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.store.memory import MemoryStore
-from mtp_jax.store.tier import HostTier
+from mtp_jax.store.tier import host_tier
 from mtp_jax.text.grammar import Grammars
 
 _REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NAN: "error"}
@@ -80,9 +79,7 @@ class Engine:
         self.cfg, self.config, self.runner = cfg, config, runner
         self.grammars = None if config.law else grammars  # a forced verdict asks none
         self.shards, self.pages = runner.shards, config.pages_per_shard(runner.shards)
-        self.tier: HostTier | None = None
-        if config.host_cache_gib:
-            self.tier = HostTier(MemoryStore(config.host_cache_bytes), runner)
+        self.tier = host_tier(runner, config.host_cache_bytes, config.files)
         self.balancer: Balancer | None = None
         if runner.layout:
             self.balancer = Balancer(runner.layout, runner, config.expert_rebalance)
@@ -297,7 +294,7 @@ class Engine:
             own.cached_tokens = found.prefilled
             self.counters.prompt_tokens += len(request.prompt)
             if self.scheduler.looks_up(request):
-                self.counters.looked_up(len(request.prompt), found.prefilled, found.restored)
+                self.counters.looked_up(len(request.prompt), found.prefilled, found.restored, found.fetched)
         cached = found.prefilled // self.config.page_size
         row = slot_row(request, self.cfg.vocab_size, self._page_row(request))
         self.runner.do(launches.Admit(found.slot, row, found.pages[cached - 1] if cached else None))

@@ -12,6 +12,7 @@ import numpy as np
 
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation, TokenLogprobs
+from mtp_jax.store.file_tier import Fetch
 from mtp_jax.text.rules import Constraints
 
 
@@ -120,6 +121,8 @@ class Residence:
         follows: the newest emitted token after a preemption; -1 without one.
         prefilled: number of ``tokens`` that are in the cache or in a launch that writes them there.
         restored: number of these that came from the host tier at its last admission.
+        fetch: pages that are fetched for it from files; None: none were asked for since it lost its pages.
+        fetched: number of tokens whose pages came to the host's memory so.
         registered: number of full pages that the prefix cache holds.
         digests: the digest of each full page.
         preemptions: number of times that it lost its pages to another request.
@@ -131,6 +134,8 @@ class Residence:
     follows: int = -1
     prefilled: int = 0
     restored: int = 0
+    fetch: Fetch | None = None
+    fetched: int = 0
     registered: int = 0
     digests: list[bytes] = field(default_factory=list)
     preemptions: int = 0
@@ -140,6 +145,11 @@ class Residence:
         self.tokens, self.follows = prompt, -1
         if output:
             self.tokens, self.follows = (*prompt, *output[:-1]), output[-1]
+
+    @property
+    def fetching(self) -> bool:
+        """Whether it waits for pages from files."""
+        return self.fetch is not None and self.fetch.under_way
 
     def prefilled_after(self, chunk: int) -> int:
         """``prefilled`` after a chunk of ``chunk`` tokens."""

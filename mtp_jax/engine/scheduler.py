@@ -51,11 +51,11 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any request has a slot, or waits for one and is not held."""
-        return self._next() is not None or any(self.slots)
+        return any(not self.holds(r) for r in self.waiting) or any(self.slots)
 
     def _next(self) -> Request | None:
-        """The waiting request that gets the next slot."""
-        return next((r for r in self.waiting if not self.holds(r)), None)
+        """The waiting request that gets the next slot; requests that wait for pages from files do not."""
+        return next((r for r in self.waiting if not self.holds(r) and not r.residence.fetching), None)
 
     def holds(self, request: Request) -> bool:
         """Whether a request stays in the queue, because of ``held`` or ``paused``."""
@@ -94,14 +94,40 @@ class Scheduler:
         """
         admitted = []
         # A preempted request is resumed from its newest token, so all its launches must have been read.
-        while (request := self._next()) and not request.progress.inflight and self._place(request):
+        while (request := self._next()) and not request.progress.inflight:
+            if self.slots.count(None) <= self._promised:
+                break
+            if self._fetches(request):
+                continue
+            if not self._place(request):
+                break
             self.waiting.remove(request)
             self.slots[request.residence.slot] = request
             admitted.append(request)
         if self.tier:
             self.tier.write(self._restoring)
             self._restoring.clear()
+            if self.tier.files and not any(self.slots):
+                self.tier.files.wait()
         return admitted
+
+    @property
+    def _promised(self) -> int:
+        """Number of free slots for requests that wait for pages from files."""
+        return self.tier.files.waiting if self.tier and self.tier.files else 0
+
+    def _fetches(self, request: Request) -> bool:
+        """Begin to fetch pages of a request from files, or take them. Returns whether it waits for them."""
+        own, files = request.residence, self.tier and self.tier.files
+        if not files:
+            return False
+        if own.fetch is None:
+            found = max(map(len, self.cached(request)))
+            own.fetch = files.fetch(self._known(request)[found:])
+            if own.fetching:
+                return True
+        own.fetched += files.land(own.fetch) * self.config.page_size
+        return False
 
     def _place(self, request: Request) -> bool:
         """Take a free slot of the first shard, in the order of ``preferred``, that has the pages.
@@ -139,8 +165,13 @@ class Scheduler:
         if not self.looks_up(request):
             return [[] for _ in self.pools]
         extend_digests(own.digests, request.salt, own.tokens, self.config.page_size)
-        known = own.digests[: (len(own.tokens) - 1) // self.config.page_size]
+        known = self._known(request)
         return [list(self._found(pool, known)) for pool in self.pools]
+
+    def _known(self, request: Request) -> list[bytes]:
+        """Digests of the pages with which a request may begin, once ``cached`` was asked."""
+        own = request.residence
+        return own.digests[: (len(own.tokens) - 1) // self.config.page_size] if self.looks_up(request) else []
 
     def _found(self, pool: PagePool, digests: Sequence[bytes]) -> Iterator[int | None]:
         for digest in digests:
@@ -240,7 +271,8 @@ class Scheduler:
 
     def _retract(self, request: Request) -> None:
         self._vacate(request)
-        request.residence.slot = -1
+        own = request.residence
+        own.slot, own.fetch, own.fetched = -1, None, 0
         self.enqueue(request)
 
     def pause(self) -> None:
@@ -289,6 +321,8 @@ class Scheduler:
         """
         if request.residence.slot < 0:
             self.waiting.remove(request)
+            if request.residence.fetch:
+                request.residence.fetch.stopped = True
         else:
             self._vacate(request)
             self._stale |= not known
@@ -303,9 +337,13 @@ class Scheduler:
             raise ValueError(f"request {request.id} is not in a slot")
         if self._leaves:
             self._leaves(request)
-        self.pool_of(request).release(request.residence.pages)
-        self.slots[request.residence.slot] = None
-        request.residence.pages = []
+        own, pool = request.residence, self.pool_of(request)
+        if self.tier and self.tier.files:
+            known = ((pool.find(digest), digest) for digest in own.digests[: own.registered])
+            self.tier.leave(self.shard_of(own.slot), [(p, digest) for p, digest in known if p is not None])
+        pool.release(own.pages)
+        self.slots[own.slot] = None
+        own.pages = []
 
 
 def _turn(request: Request) -> tuple[int, int]:

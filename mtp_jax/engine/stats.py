@@ -52,7 +52,7 @@ class Counters:
     Attributes:
         generation_tokens: number of emitted tokens, also tokens that a stop string cut off.
         prefix_queries: number of prompt tokens looked up in the prefix cache.
-        hits_by_tier: looked-up tokens that were found, by place: "device" or "host".
+        hits_by_tier: looked-up tokens that were found, by place: "device", "host" or "file".
         drafted_by_source: drafts verified, by drafter: "nextn", "suffix" or "other".
         accepted_by_source: drafts accepted, by drafter.
         first_drafts: number of (row, step) pairs with verified drafts, by drafter.
@@ -81,11 +81,16 @@ class Counters:
     prefill_seconds: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
 
-    def looked_up(self, tokens: int, found: int, restored: int) -> None:
-        """Count a prompt's tokens: all, ``found`` in the prefix cache, ``restored`` from the host."""
+    def looked_up(self, tokens: int, found: int, restored: int, fetched: int) -> None:
+        """Count a prompt's tokens: all, ``found`` in the prefix cache, ``restored`` from the host.
+
+        fetched: tokens whose pages came to the host from files just before.
+        """
         self.prefix_queries += tokens
         self.hits_by_tier["device"] += found - restored
-        self.hits_by_tier["host"] += restored
+        if fetched := min(fetched, restored):
+            self.hits_by_tier["file"] += fetched
+        self.hits_by_tier["host"] += restored - fetched
 
     def stepped(self, depth: int, seconds: float) -> None:
         """Count one step."""

@@ -50,6 +50,10 @@ class MemoryStore:
         self.used(reversed(digests[: len(pages)]))
         return pages
 
+    def peek(self, digest: bytes) -> tuple[Page, int] | None:
+        """A page and its checksum, not compared; None if it is missing. It does not count as used."""
+        return self._kept.get(digest)
+
     def put(self, digest: bytes, page: Page, crc: int | None = None) -> None:
         """Keep a page, whose arrays must not change any more, unless it is larger than the budget.
 

@@ -177,6 +177,7 @@ class _Engine:
             "mtp_jax:cache_pages_reusable": ("Cache pages that only the prefix cache keeps.", s.pages_cached),
             "mtp_jax:host_cache_pages": ("Pages that the host's memory keeps.", s.tier.pages),
             "mtp_jax:host_cache_bytes": ("Bytes of those pages.", s.tier.bytes),
+            "mtp_jax:file_cache_bytes": ("Bytes of pages in files, of all servers.", s.tier.files.bytes),
             "mtp_jax:queued_requests": (
                 "Requests counted against --max-queued-requests.",
                 allm.admission.requests,
@@ -258,6 +259,10 @@ def _counters(s: EngineStats) -> dict[str, tuple[str, float]]:
         "vllm:spec_decode_num_accepted_tokens": ("Drafts accepted.", s.accepted_tokens),
         "mtp_jax:host_cache_stored_pages": ("Pages that the host's memory took.", s.tier.stored),
         "mtp_jax:host_cache_restored_pages": ("Pages that it gave back.", s.tier.restored),
+        "mtp_jax:file_cache_hits": ("Pages read from files.", s.tier.files.hits),
+        "mtp_jax:file_cache_misses": ("Prompts whose next page had no file.", s.tier.files.missed),
+        "mtp_jax:file_cache_read_bytes": ("Bytes of the pages read.", s.tier.files.read_bytes),
+        "mtp_jax:file_cache_written_pages": ("Pages written to files.", s.tier.files.written),
         "mtp_jax:prefill_seconds": ("Seconds of steps that had nothing but prompts.", s.prefill_seconds),
     }
     if s.experts is not None:
@@ -292,6 +297,7 @@ def _totals(s: EngineStats) -> Mapping[tuple[str, str, str], Mapping[Any, float]
             "tier",
         ): s.hits_by_tier,
         ("mtp_jax:host_cache_dropped_pages", "Pages that it lost.", "reason"): s.tier.dropped,
+        ("mtp_jax:file_cache_dropped_pages", "Pages lost there.", "reason"): s.tier.files.dropped,
         ("mtp_jax:steps", "Draft-and-verify steps, by depth.", "depth"): s.depth_steps,
         ("mtp_jax:step_seconds", "Seconds of those steps.", "depth"): s.step_seconds,
     }

@@ -42,6 +42,13 @@ GIVEN = {
     "tree": ("4x3x12", "4x3x12"),
     "draft_vocab": ("5", 5),
 }
+MEMORY = ("--host-cache-gib", "1")
+# Options that an option needs beside it.
+BESIDE = {
+    "file_cache": (*MEMORY, "--file-cache-gib", "1"),
+    "file_cache_gib": (*MEMORY, "--file-cache", "x"),
+    "file_cache_seconds": (*MEMORY, "--file-cache", "x", "--file-cache-gib", "1"),
+}
 
 
 def flags(cls):
@@ -118,7 +125,7 @@ def opened_with(monkeypatch, *argv, completions=3):
 @pytest.mark.parametrize(("name", "option"), flags(LLMOptions))
 def test_engine_options(name, option, monkeypatch):
     argv, value = example(name, option)
-    given = opened_with(monkeypatch, *argv, "--temperature", "1")
+    given = opened_with(monkeypatch, *argv, *BESIDE.get(name, ()), "--temperature", "1")
     assert (dict(given[name].shape) if name == "mesh" else given[name]) == value
     assert given["model"] == Path("m")
     if name not in ("adaptive_depth", "max_num_seqs"):  # for which the command has defaults of its own
@@ -261,6 +268,26 @@ ERRORS = [
     (
         ["generate", V3, "--host-cache-gib", 4, "--no-prefix-cache", *IDS],
         "--host-cache-gib 4.0 with --no-prefix-cache: without prefixes no pages are kept; leave one of",
+    ),
+    (
+        ["generate", V3, "--file-cache", "/srv/pages", "--file-cache-gib", 1, *IDS],
+        "--file-cache /srv/pages with --host-cache-gib 0.0: pages pass through the host's memory; give both",
+    ),
+    (
+        ["generate", V3, "--file-cache", "/srv/pages", "--host-cache-gib", 1, *IDS],
+        "--file-cache /srv/pages with file_cache_gib = None: files take room; give both, or neither",
+    ),
+    (
+        ["generate", V3, "--file-cache-gib", 1, "--host-cache-gib", 1, *IDS],
+        "--file-cache-gib 1.0 with file_cache = None: it is the size of that folder; give both, or neither",
+    ),
+    (
+        ["generate", V3, "--file-cache", "/srv", "--file-cache-gib", 0, "--host-cache-gib", 1, *IDS],
+        "--file-cache-gib 0.0; expected a number above 0",
+    ),
+    (
+        ["generate", V3, "--file-cache", __file__, "--file-cache-gib", 1, "--host-cache-gib", 1, *IDS],
+        "test_cli_options.py is no folder; name another",
     ),
     (
         ["generate", V3, "--adaptive-verification", *IDS],

@@ -1,13 +1,15 @@
-"""Pages that went to the host's memory and came back: text and acceptance as if all had been computed anew.
+"""Pages that went to the host's memory, or to files, and came back: text and acceptance as if computed anew.
 
 The device has two pages more than a request needs, so that two further prompts drive one out.
 """
 
 import itertools
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +51,31 @@ GIB = 2**30
 rest = pytest.mark.rest
 
 
-def small(cfg: ModelConfig = TINY, pages: int = 1000, **config) -> Engine:
-    """Six pages on the device, of which a prompt and its answer take four; ``pages`` in the host's memory."""
+def small(cfg: ModelConfig = TINY, pages: int = 1000, files: Path | None = None, **config) -> Engine:
+    """Six pages on the device, of which a prompt and its answer take four; ``pages`` in the host's memory.
+
+    files: the folder of further pages.
+    """
     params = config.pop("params", None) or tiny_params(cfg)
     bytes_per_page = local_runner(make_engine(params, cfg, **config)).page_bytes
     budget = pages * bytes_per_page / GIB
     make = make_engine if config or cfg is not TINY else widest
-    return make(params, cfg, **{"num_pages": 6, "host_cache_gib": budget, **config})
+    third = {"file_cache": files, "file_cache_gib": 0.1, "file_cache_seconds": 600} if files else {}
+    engine = make(params, cfg, **{"num_pages": 6, "host_cache_gib": budget, **third, **config})
+    if engine.tier and engine.tier.files:
+        engine.tier.files.identity = lambda: "one model"
+    return engine
+
+
+def written(engine: Engine) -> int:
+    """Have all pages written that requests have left. Returns the number of files written."""
+    assert engine.tier
+    assert engine.tier.files
+    while engine.tier.save():
+        pass
+    engine.tier.forget([])  # waits for the pages on their way
+    engine.tier.files.settle()
+    return engine.tier.files.stats().written
 
 
 def store(engine: Engine) -> MemoryStore:
@@ -95,6 +115,26 @@ def test_a_prompt_that_was_driven_out_comes_back():
     assert stats.pages_used == 0
 
 
+def test_files_are_kept_over_a_restart_and_shared(tmp_path):
+    first, second = small(files=tmp_path), small(files=tmp_path)
+    each(first, [0, 1])
+    assert written(first) == 6  # two of each prompt, and one that its output filled
+    requests = each(second, [0, 1, 0])
+    as_told(requests, [0, 1, 0])
+    assert [r.progress.cached_tokens for r in requests] == [32, 32, 32]
+    stats = second.stats()
+    assert stats.hits_by_tier == {"device": 32, "host": 0, "file": 64}
+    assert (stats.tier.files.hits, stats.tier.files.missed, stats.tier.files.dropped) == (4, 0, {})
+    assert stats.pages_used == 0
+    each(second, [2])
+    assert written(second) == 3
+    assert each(first, [2])[0].progress.cached_tokens == 32
+    shutil.rmtree(tmp_path)
+    requests = each(small(files=tmp_path), [0, 1])
+    as_told(requests, [0, 1])
+    assert [r.progress.cached_tokens for r in requests] == [0, 0]
+
+
 def test_without_it_nothing_comes_back():
     requests = each(widest(num_pages=6), [0, 1, 2, 0])
     assert [r.progress.cached_tokens for r in requests] == [0, 0, 0, 0]
@@ -114,11 +154,15 @@ def test_part_on_the_device_and_part_in_the_host():
 
 @rest
 @pytest.mark.parametrize("cfg", [pytest.param(SPARSE, marks=pytest.mark.slow), gqa()], ids=["sparse", "gqa"])
-def test_pages_hold_index_keys_and_keys_and_values(cfg):
-    engine, order = small(cfg), [0, 1, 2, 0]
+def test_pages_hold_index_keys_and_keys_and_values(cfg, tmp_path):
+    engine, order = small(cfg, files=tmp_path), [0, 1, 2, 0]
     requests = each(engine, order, compiled=False)
     as_told(requests, order, cfg)
     assert engine.stats().hits_by_tier["host"] > 0
+    written(engine)
+    again = small(cfg, files=tmp_path)
+    as_told(each(again, [0, 1], compiled=False), [0, 1], cfg)
+    assert again.stats().hits_by_tier["file"] == 64
 
 
 @rest
@@ -139,16 +183,19 @@ def test_pages_hold_index_keys_and_keys_and_values(cfg):
         ),
     ],
 )
-def test_as_if_computed_anew(cfg, config, params):
-    """Against the engine itself without any cache of prefixes."""
-    order = [0, 1, 2, 0]
-    engine = small(cfg, **config)
-    got = each(engine, order, params, exactly=True)
+def test_as_if_computed_anew(cfg, config, params, tmp_path):
+    """Against the engine itself without any cache of prefixes. The last answer is of a server that is new."""
+    order = [0, 1, 2, 0, 1]
+    engine, again = (small(cfg, files=tmp_path, **config) for _ in range(2))
+    got = each(engine, order[:-1], params, exactly=True)
+    written(engine)
+    got += each(again, order[-1:], params, exactly=True)
+    assert again.stats().hits_by_tier["file"] == 32
     anew = {**config, "prefix_cache": False, "verifier": engine.config.verifier}
     bare = make_engine(anew.pop("params", None) or tiny_params(cfg), cfg, **anew)
     want = each(bare, order, params, exactly=True)
     assert [(r.progress.output, accepted(r)) for r in got] == [(r.progress.output, accepted(r)) for r in want]
-    assert [r.progress.cached_tokens for r in got] == [0, 0, 0, 32]
+    assert [r.progress.cached_tokens for r in got] == [0, 0, 0, 32, 32]
     assert engine.stats().hits_by_tier["host"] > 0
     assert config.get("num_speculative_tokens") == 0 or sum(
         r.progress.speculation.accepted for r in got

@@ -12,6 +12,7 @@ from mtp_jax import CompletionOutput, Speculation
 from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.stats import EngineStats, Histogram
+from mtp_jax.store.file_tier import FileStats
 from mtp_jax.store.tier import TierStats
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.metrics import Metrics
@@ -50,8 +51,8 @@ STATS = EngineStats(
     prompt_tokens=9,
     generation_tokens=9,
     prefix_queries=9,
-    hits_by_tier=Counter(device=3, host=1),
-    tier=TierStats(2, 64, 3, 1, {"damaged": 1}),
+    hits_by_tier=Counter(device=3, host=1, file=4),
+    tier=TierStats(2, 64, 3, 1, {"damaged": 1}, FileStats(96, 32, 5, 6, 7, {"foreign": 2})),
     preemptions=1,
     drafted_by_source=Counter(nextn=4, suffix=2),
     accepted_by_source=Counter(nextn=3, suffix=1),

@@ -109,13 +109,13 @@ def test_one_token_has_no_time_per_token():
     assert sums_after(output(1))["vllm:request_time_per_output_token_seconds_sum"] == 0
 
 
-def test_pages_in_the_hosts_memory_are_told():
+def test_pages_in_the_hosts_memory_and_in_files_are_told():
     families = text_string_to_metric_families(still_metrics().text().decode())
     seen = {
         (s.name, s.labels.get("tier") or s.labels.get("reason")): s.value
         for family in families
         for s in family.samples
-        if "host_cache" in s.name or "mtp_jax:prefix_cache" in s.name
+        if "host_cache" in s.name or "file_cache" in s.name or "mtp_jax:prefix_cache" in s.name
     }
     assert seen == {
         ("mtp_jax:host_cache_pages", None): 2,
@@ -123,8 +123,15 @@ def test_pages_in_the_hosts_memory_are_told():
         ("mtp_jax:host_cache_stored_pages_total", None): 3,
         ("mtp_jax:host_cache_restored_pages_total", None): 1,
         ("mtp_jax:host_cache_dropped_pages_total", "damaged"): 1,
+        ("mtp_jax:file_cache_bytes", None): 96,
+        ("mtp_jax:file_cache_read_bytes_total", None): 32,
+        ("mtp_jax:file_cache_hits_total", None): 5,
+        ("mtp_jax:file_cache_misses_total", None): 6,
+        ("mtp_jax:file_cache_written_pages_total", None): 7,
+        ("mtp_jax:file_cache_dropped_pages_total", "foreign"): 2,
         ("mtp_jax:prefix_cache_hits_total", "device"): 3,
         ("mtp_jax:prefix_cache_hits_total", "host"): 1,
+        ("mtp_jax:prefix_cache_hits_total", "file"): 4,
     }
 
 

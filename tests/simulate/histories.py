@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tests.models import TINY
 from tests.simulate.oracle import Told, prefix
 
 HISTORIES, LAUNCHES = 50, 420
+HEADER = 84  # bytes of a file besides its page
 EOS, BROKEN, VOCAB = 1, 3, 112
 ROUTING = 2, 3, 200
 """Layers, experts of a token, experts."""
@@ -37,7 +39,10 @@ class History:
         kept, offered: of each position, drafts that were kept, and drafts before which all were.
     """
 
-    def __init__(self, seed: int, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self, seed: int, grammars: Grammars | None = None, folder: Path | None = None, files: int = 40
+    ) -> None:
+        """folder: where pages are kept in files, of which ``files`` have room."""
         self.random, self.seed = random.Random(seed), seed
         r = self.random
         self.shards = r.choice([1, 1, 2])
@@ -46,7 +51,8 @@ class History:
         size, slots = r.choice([4, 8, 16]), self.shards * r.choice([1, 2, 3])
         longest = 96
         most = -(-(longest + depth) // size)
-        tier = r.random() < 0.5
+        tier = r.random() < 0.5 or folder is not None
+        page_bytes = (2 * size + 1) * 8
         self.config = EngineConfig(
             max_num_seqs=slots,
             max_model_len=longest,
@@ -55,9 +61,12 @@ class History:
             num_speculative_tokens=depth,
             adaptive_depth=r.random() < 0.7,
             num_pages=most + r.choice([0, 1, most]),
-            host_cache_gib=r.choice([8, 64, 512]) * (2 * size + 1) * 8 / 2**30 if tier else 0.0,
+            host_cache_gib=r.choice([8, 64, 512]) * page_bytes / 2**30 if tier else 0.0,
             return_routed_experts=True,
         )
+        if folder:
+            room = files * (page_bytes + HEADER) / 2**30
+            self.config = replace(self.config, file_cache=folder, file_cache_gib=room, file_cache_seconds=600)
         ranked = self.config.adaptive_depth and depth > 1 and slots > 1 and seed % 3 == 0
         self.config = replace(self.config, adaptive_verification=ranked)
         ends = r.choice([0.0, 0.02])
@@ -69,6 +78,8 @@ class History:
         self.engine = Engine(CFG, self.config, self.device, grammars)
         # Measured time must decide nothing: a seed is one history.
         self.engine.depth.choose = lambda keys, *rest: r.choice(list(keys))  # type: ignore[method-assign]
+        if self.engine.tier and self.engine.tier.files:
+            self.engine.tier.files.identity = lambda: repr(self.device.language)
         self.grammars = grammars
         self.all, self.turns = list[Request](), 0
         self.stems = [[r.randrange(4, VOCAB) for _ in range(r.randrange(1, 60))] for _ in range(4)]
@@ -93,6 +104,7 @@ class History:
         self.seen["preempted"] += self.engine.scheduler.preemptions
         stats = self.engine.stats()
         self.seen["hits"] += stats.prefix_hits
+        self.seen["fetched"] += stats.hits_by_tier["file"]
         self.seen["restored"] += self.engine.tier.restored if self.engine.tier else 0
         self.seen["moved"] += self.device.moved
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from mtp_jax.api.async_llm import AsyncLLM
 from mtp_jax.api.hooks import MetricTotals
+from mtp_jax.api.identity import facts_of_pages
 from mtp_jax.cluster.handover.client import Peers, Wanted
 from mtp_jax.cluster.handover.options import HandoverOptions, address
 from mtp_jax.cluster.handover.pages import copy_out, missing, take_in
@@ -102,11 +103,10 @@ class Handover:
 
         Nobody else's while weights are being replaced.
         """
-        config, form = self._engine.config, [(a.shape, str(a.dtype)) for a in self._like]
+        form = [(a.shape, str(a.dtype)) for a in self._like]
         weights = self._weights.now() or secrets.token_hex()
-        of_weights = weights, self._engine.weight_version, config.dtype
-        what = self._engine.cfg, of_weights, config.page_size, config.suffix_drafts, form
-        return hashlib.sha256(repr(what).encode()).hexdigest()
+        facts = *facts_of_pages(self._engine, weights), form
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     # Decode
 
