@@ -276,7 +276,10 @@ class AsyncLLM:
             await self.on_engine(partial(self.llm.resume_memory, tags))
 
     async def hidden_states(
-        self, token_ids: Sequence[int], positions: Sequence[int] | None = None
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
     ) -> tuple[str, np.ndarray]:
         """Return (weight version, hidden states), as ``LLM.hidden_states`` does, while requests are served.
 
@@ -284,7 +287,7 @@ class AsyncLLM:
         """
         self._check_running()
         async with self._changing:  # they are all of the same weights
-            states = await self.off_loop(partial(self.llm.hidden_states, token_ids, positions))
+            states = await self.off_loop(partial(self.llm.hidden_states, token_ids, positions, layers))
             return self.llm.weight_version, states
 
     # Requests

@@ -222,18 +222,29 @@ class LLM:
         assert self._scorer, "a simulated model is refused before"
         return self._scorer
 
-    def hidden_states(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> np.ndarray:
+    def hidden_states(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> np.ndarray:
         """The trunk's hidden states after its final norm, float32 [n, D], to train heads with.
 
-        positions: tokens to look at, from 0 on, or from the end where negative; None: all.
-        Raises RequestError for bad ids and positions.
+        positions: tokens to look at, from 0 on, or from the end where negative; None: all. layers: numbers
+        of taps, 0 the embedding, in the place of final states: float32 [layers, n, D], before any norm.
+        Raises RequestError for bad ids, positions and layers.
         """
-        ((hidden,),) = self.features([token_ids])
+        most, taps = self.config.num_hidden_layers, tuple(layers or ())
+        if (layers is not None and not taps) or any(not 0 <= k <= most for k in taps):
+            raise RequestError(f"layers = {taps}; expected numbers from 0, the embedding, to {most}")
+        final, *streams = self.features([token_ids], taps)[0]
+        hidden = final if layers is None else np.stack(streams, axis=1)
         chosen = list(range(len(hidden)) if positions is None else positions)
         wrong = next((p for p in chosen if not -len(hidden) <= p < len(hidden)), None)
         if wrong is not None:
             raise RequestError(f"position {wrong} is outside of {len(hidden)} tokens")
-        return hidden[chosen].astype(np.float32)
+        found = hidden[chosen].astype(np.float32)
+        return found if layers is None else found.swapaxes(0, 1)
 
     def features(
         self, sequences: Sequence[Sequence[int]], taps: Sequence[int] = ()

@@ -21,7 +21,7 @@ RoutedPages = Shaped[Array, "P S c"]
 """Ids of experts, a row for each token in a page: k of every MoE layer of the trunk, layer by layer."""
 
 READ = 64
-"""Pages that one run of the program reads, if a request can have so many."""
+"""Most pages that one run of the program reads."""
 
 
 def empty_routed(pages: int, page_size: int, cfg: ModelConfig) -> RoutedPages:

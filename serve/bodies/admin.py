@@ -84,8 +84,12 @@ class AbortBody(Body):
 
 
 class HiddenStatesBody(Body):
-    """/hidden_states. positions: positions of tokens, from the end where negative; none: all tokens."""
+    """/hidden_states. positions: positions of tokens, from the end where negative; none: all tokens.
+
+    layers: see ``LLM.hidden_states``.
+    """
 
     model: Name | None = None
     input_ids: TokenIds
     positions: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=2**20)] | None = None
+    layers: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=2**10)] | None = None

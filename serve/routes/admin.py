@@ -106,9 +106,9 @@ async def abort_request(server: Server, request: Request) -> Response:
 
 
 async def hidden_states(server: Server, request: Request) -> Response:
-    """The route of final hidden states, after the norm, with the name of the weights that made them."""
+    """The route of hidden states, final or of some layers, with the name of the weights that made them."""
     body = await read(server.settings, request, HiddenStatesBody)
-    version, states = await server.allm.hidden_states(body.input_ids, body.positions)
+    version, states = await server.allm.hidden_states(body.input_ids, body.positions, body.layers)
     return _json(request, {"hidden_states": states.tolist(), "weight_version": version})
 
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from mtp_jax import ConfigError
+from mtp_jax.api.local import local_runner
 from serve.base.settings import Settings
 from serve.routes.table import ROUTES
 from tests.checkpoint.files import edit_tensors
+from tests.rounding import near, of_model
 from tests.serve.conftest import Running, Variant
 
 KEY = {"Authorization": "Bearer admin"}
@@ -153,5 +155,13 @@ def test_hidden_states(admin, real):
         np.float32(answer["hidden_states"]), real.allm.llm.hidden_states(ids, [0, -1])
     )
     assert answer["weight_version"] == admin.get("/get_weight_version", headers=KEY).json()["weight_version"]
-    wrong = admin.post("/hidden_states", json={"input_ids": ids, "positions": [4]}, headers=KEY)
-    assert (wrong.status_code, "position 4" in wrong.text) == (400, True)
+    streams = admin.post("/hidden_states", json={**body, "layers": [2, 0]}, headers=KEY).json()
+    cfg, params = real.allm.llm.config, local_runner(real.allm.llm.engine).params
+    found = np.array(streams["hidden_states"], np.float32)
+    np.testing.assert_array_equal(found[1], np.asarray(params.embed)[[ids[0], ids[-1]]])
+    found = real.allm.llm.hidden_states(ids, layers=[cfg.num_hidden_layers])[0]
+    normed = found / np.sqrt((found**2).mean(-1, keepdims=True) + cfg.rms_norm_eps) * np.asarray(params.norm)
+    near(normed, real.allm.llm.hidden_states(ids), of_model(cfg, len(ids)))
+    for bad, says in (({"positions": [4]}, "position 4"), ({"layers": [-1]}, "from 0, the embedding")):
+        wrong = admin.post("/hidden_states", json={"input_ids": ids, **bad}, headers=KEY)
+        assert (wrong.status_code, says in wrong.text) == (400, True)
