@@ -1,5 +1,6 @@
 """What the documents say of the code, and of each other: files that a token passes, layers, tests, links."""
 
+import argparse
 import re
 import sys
 import threading
@@ -142,3 +143,13 @@ def test_the_newest_release_of_the_changelog_is_the_version():
     assert len(releases) == len(re.findall("^## ", text, re.M))
     assert releases == sorted(releases, reverse=True)
     assert {*re.findall("^### (.*)$", text, re.M)} <= {"Added", "Changed", "Deprecated", "Removed", "Fixed"}
+
+
+def test_the_page_of_commands_has_every_command_and_benchmark():
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    (commands,) = (a for a in cli.make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (benchmarks,) = (
+        a for a in commands.choices["bench"]._actions if isinstance(a, argparse._SubParsersAction)
+    )
+    assert not [name for name in commands.choices if f"`mtp-jax {name}" not in text]
+    assert not [name for name in benchmarks.choices if not re.search(rf"`{name}\b", text)]

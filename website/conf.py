@@ -20,6 +20,7 @@ highlight_language = "none"
 html_theme = "furo"
 html_copy_source = False  # `website.stage` puts the Markdown beside the pages
 html_use_index = False
+html_show_copyright = False
 
 
 def setup(app: Sphinx) -> None:
