@@ -31,8 +31,7 @@ class Traces:
     """Spans of requests, on their way to a collector. A thread sends them; requests never wait for it."""
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """endpoint: URL of the collector's OTLP over HTTP, with its path. Raises ConfigError."""
-        check_traces(endpoint)
+        """endpoint: URL of the collector's OTLP over HTTP, with its path; must pass ``check_traces``."""
         from opentelemetry.sdk.resources import Resource  # pyright: ignore[reportMissingImports]
         from opentelemetry.sdk.trace import TracerProvider  # pyright: ignore[reportMissingImports]
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # pyright: ignore[reportMissingImports]
