@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mtp_jax.api.demo import demo_model
     from mtp_jax.api.follow import follow
     from mtp_jax.api.llm import LLM
-    from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput
+    from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput, Timing
     from mtp_jax.api.progress import Reporter
     from mtp_jax.api.stream import Stream
     from mtp_jax.engine.sampling_params import OutputKind, SamplingParams
@@ -71,6 +71,7 @@ __all__ = [
     "StreamDecoder",
     "StructuredOutput",
     "Thoughts",
+    "Timing",
     "TlsFiles",
     "Tokenizer",
     "Tool",
@@ -103,6 +104,7 @@ _HOMES = {
     "StreamDecoder": "text.tokenizer",
     "StructuredOutput": "text.grammar",
     "Thoughts": "text.thoughts",
+    "Timing": "api.outputs",
     "TlsFiles": "wire.tls",
     "Tokenizer": "text.tokenizer",
     "ToolUse": "text.tools.use",

@@ -20,6 +20,7 @@ FOREIGN = {
     *("ray.data.Dataset.map_batches", "WebSearchTool", "bind_tools", "response_model", "namespace__name"),
     *("HF_ENDPOINT", "cuGraphLaunch", "cuTensorMapEncodeTiled", "xla_llvm_disable_expensive_passes", "relu"),
     *("prefill_t64x1_p16", "step_b8_k3_t64x4_p16", "nextn_entries", "computer__scroll"),
+    *("OtelBatchSpanRecordProcessor", "OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_HEADERS"),
     *("metrics.speculative_decoding", "X.weight_shape", "text.format", "programmatic_tool_calling"),
 }
 

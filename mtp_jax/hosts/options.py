@@ -67,7 +67,7 @@ class Hosts(TlsFiles):
             self._ports()
 
     def credentials(self) -> Credentials:
-        """The secret of the group, and its encryption. A file that cannot be used is a ConfigError."""
+        """The secret of the group, and its encryption. Raises ConfigError for files that do not serve."""
         return Credentials(read_secret(self.secret_file, f"hosts = {self.hosts}"), self.peering())
 
     def describe(self) -> str:

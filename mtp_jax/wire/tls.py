@@ -82,7 +82,7 @@ class TlsFiles:
         return context
 
     def peering(self) -> "Tls | None":
-        """The means to encrypt connections between processes of one secret."""
+        """The means to encrypt connections between processes of one secret; None: they are not encrypted."""
         if self.tls_cert is None:
             return None
         listening, calling = self.context(ssl.PROTOCOL_TLS_SERVER), self.context(ssl.PROTOCOL_TLS_CLIENT)

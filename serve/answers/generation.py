@@ -63,6 +63,7 @@ async def submit(
         message = f"speculative.max_tokens = {depth}; this server drafts at most {deepest}; give that or less"
         raise ApiError(400, message, "speculative")
     check_room(server, [params.n] * len(prompts))
+    record_of(request.scope).asked = params
     streams: list[Stream] = []
     for i, prompt in enumerate(prompts):
         stream = await server.allm.submit(

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from mtp_jax import ConfigError, JsonObject, TlsFiles, Tokenizer, ToolUse, is_loopback
 from mtp_jax.options import check, documented, option
 from serve.watch.access_log import AccessLog
+from serve.watch.traces import check_traces
 
 SpecMetrics = Literal["none", "summary", "detailed"]
 MAX_NAME = 256
@@ -164,6 +165,14 @@ class Settings(TlsFiles):
         choices=get_args(AccessLog),
         unset="text, or off with --quiet",
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL of a collector of traces, which gets a span per request by OTLP over HTTP, such as "
+        "http://127.0.0.1:4318/v1/traces; needs the extra otel",
+        kind=str,
+        metavar="URL",
+        unset="no spans",
+    )
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
@@ -171,6 +180,8 @@ class Settings(TlsFiles):
             raise ConfigError(f"model_names = {self.model_names!r}; expected 1 to {MAX_NAME} characters each")
         self._check_keys()
         self.check_tls()
+        if self.otlp_traces_endpoint is not None:
+            check_traces(self.otlp_traces_endpoint)
         if own := sorted(Tokenizer.OWN_VARIABLES.intersection(self.chat_template_kwargs)):
             raise ConfigError(
                 f"chat_template_kwargs has {own[0]}, which the server sets itself; leave it out"

@@ -10,6 +10,7 @@ from serve.base.settings import Settings
 if TYPE_CHECKING:  # imports jax, which the ingress of a cluster does without
     from mtp_jax import AsyncLLM, Tokenizer
     from serve.watch.metrics import Metrics
+    from serve.watch.traces import Traces
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,14 @@ class Server:
     """The engine, the settings, the metrics.
 
     Attributes:
+        traces: spans of requests; None: there are none.
         created: seconds since the epoch, when the server began.
     """
 
     allm: "AsyncLLM"
     settings: Settings
     metrics: "Metrics"
+    traces: "Traces | None" = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -19,6 +19,7 @@ from serve.routes.route import Routes
 from serve.routes.table import ROUTES
 from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.metrics import Metrics
+from serve.watch.traces import Traces
 
 
 def make_app(
@@ -29,7 +30,11 @@ def make_app(
     alarm: the acceptance alarm, which ``/metrics`` shows; None: there is none.
     """
     alarm = alarm or AcceptanceAlarm(floor=0, ceiling=1)
-    server = Server(allm, settings, Metrics(allm, settings.model_name, alarm))
+    traces = None
+    if settings.otlp_traces_endpoint is not None:
+        traces = Traces(settings.otlp_traces_endpoint, settings.model_name)
+        allm.hooks.at_close.append(traces.close)
+    server = Server(allm, settings, Metrics(allm, settings.model_name, alarm), traces)
 
     errors: dict[Any, Any] = dict.fromkeys(
         (ApiError, ValidationError, MtpJaxError, HTTPException, Exception), respond

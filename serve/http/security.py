@@ -58,6 +58,8 @@ class AccessControl:
             quiet = route is not None and route.quiet and status < _FIRST_ERROR
             seconds = time.perf_counter() - started
             log_request(scope, shown, status, seconds, headers.trace(), quiet=quiet)
+            if traces := self._server.traces:
+                traces.ended(record_of(scope), name.decode(), status, seconds, headers.trace())
 
     def _refusal(self, method: str, route: Route | None, headers: Headers) -> ApiError | None:
         """The error that refuses a request; None if it may reach its route."""

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from mtp_jax import JsonObject
 
 if TYPE_CHECKING:
-    from mtp_jax import RequestOutput
+    from mtp_jax import RequestOutput, SamplingParams, Timing
 
 AccessLog = Literal["text", "json", "off"]
 LOGGER = logging.getLogger("serve.access")
@@ -21,33 +21,62 @@ _KEY = "access_record"
 _MOST_CHARACTERS = 256
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """Facts of a prompt and its newest output.
+
+    Attributes:
+        tokens: number of tokens of all its completions so far.
+        reasons: finish reasons of completions that have ended.
+        cached: number of tokens of the prompt that the prefix cache had.
+        drafted, accepted: numbers of drafts verified and accepted so far.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    reasons: list[str]
+    cached: int
+    timing: "Timing"
+    drafted: int
+    accepted: int
+
+
 @dataclass
 class Record:
     """The logged facts of a request.
 
     Attributes:
         error: message of the error in the answer.
-        numbers: by prompt, counts of its newest output: prompt tokens, completion tokens, finish reasons.
+        asked: options of its first prompt; None: nothing was submitted.
+        prompts: facts by the number of the prompt.
     """
 
     error: str | None = None
-    numbers: dict[int, tuple[int, int, list[str]]] = field(default_factory=dict)
+    asked: "SamplingParams | None" = None
+    prompts: dict[int, Numbers] = field(default_factory=dict)
 
     def saw(self, prompt: int, output: "RequestOutput") -> None:
-        """Record an output of a prompt, which includes the output before."""
-        tokens = sum(c.num_tokens for c in output.outputs)
-        reasons = [c.finish_reason for c in output.outputs if c.finish_reason is not None]
-        self.numbers[prompt] = len(output.prompt_token_ids), tokens, reasons
+        """Record the next output of a prompt, which continues the output before."""
+        done, before = output.speculation, self.prompts.get(prompt)
+        self.prompts[prompt] = Numbers(
+            len(output.prompt_token_ids),
+            sum(c.num_tokens for c in output.outputs),
+            [c.finish_reason for c in output.outputs if c.finish_reason is not None],
+            output.cached_tokens,
+            output.timing,
+            done.drafted + (before.drafted if before else 0),
+            done.accepted + (before.accepted if before else 0),
+        )
 
     def fields(self) -> JsonObject:
         """The facts as fields of a log line: token counts, finish reasons, the error."""
         found: JsonObject = {}
-        if self.numbers:
-            prompt, completion, reasons = zip(*self.numbers.values(), strict=True)
+        if self.prompts:
+            prompts = self.prompts.values()
             found = {
-                "prompt_tokens": sum(prompt),
-                "completion_tokens": sum(completion),
-                "finish_reasons": sorted({reason for each in reasons for reason in each}),
+                "prompt_tokens": sum(p.prompt_tokens for p in prompts),
+                "completion_tokens": sum(p.tokens for p in prompts),
+                "finish_reasons": sorted({reason for p in prompts for reason in p.reasons}),
             }
         return found | ({"error": _printable(self.error)} if self.error else {})
 

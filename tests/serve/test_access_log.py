@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mtp_jax import Speculation
 from serve.watch.access_log import LOGGER, JsonLines, Record, log_connection, log_request, record_of, set_up
 from tests.serve.conftest import Running, wait_until
 
@@ -98,7 +99,8 @@ def test_json_lines(untouched):
     assert record_of(scope) is record
     record.error = "no\nmore"
     done = SimpleNamespace(num_tokens=3, finish_reason="stop")
-    output: Any = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[done, done])
+    more = {"speculation": Speculation(), "cached_tokens": 0, "timing": None}
+    output: Any = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[done, done], **more)
     record.saw(0, output)
     record.saw(0, output)  # the newest counts
     log_request(scope, b"name", 500, 0.25)

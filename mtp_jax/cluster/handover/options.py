@@ -50,7 +50,7 @@ class HandoverOptions(TlsFiles):
         return self.role != "both"
 
     def credentials(self) -> Credentials:
-        """The secret of both sides, and their encryption. A file that cannot be used is a ConfigError."""
+        """The secret of both sides, and their encryption. Raises ConfigError for files that do not serve."""
         return Credentials(read_secret(self.secret_file, f"role = {self.role!r}"), self.peering())
 
     def __post_init__(self) -> None:
