@@ -22,6 +22,7 @@ FOREIGN = {
     *("prefill_t64x1_p16", "step_b8_k3_t64x4_p16", "nextn_entries", "computer__scroll"),
     *("OtelBatchSpanRecordProcessor", "OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_HEADERS"),
     *("metrics.speculative_decoding", "X.weight_shape", "text.format", "programmatic_tool_calling"),
+    *("weight_scale_2", "v_scale"),
 }
 
 # Classes' and types' names that stand in two modules or more: all, and without a leading "_". Lower a number

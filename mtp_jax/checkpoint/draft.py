@@ -33,7 +33,7 @@ _BESIDE_BLOCK = re.compile(r"(?:enorm|hnorm|eh_proj|shared_head|embed_tokens)\..
 FREE = {
     "num_hidden_layers", "first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "nextn_moe",
     "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_ids", "dtype", "fp8",
-    "fp4", "int4_group", "drafter", "family",
+    "fp4", "int4_group", "nvfp4", "drafter", "family",
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.draft_vocab import FILE as DRAFT_VOCAB
 from mtp_jax.model.family import config_of, text_part
-from mtp_jax.model.hf_config import missing_folder, read_json
+from mtp_jax.model.hf_config import missing_folder, read_config_json, read_json
 from mtp_jax.model.layer_names import layer_of, mtp_layer_of, nextn_layers
 from mtp_jax.text.tokenizer import FILES as TOKENIZER_FILES
 
@@ -116,7 +116,7 @@ def read_config(path: str | Path) -> tuple[ModelConfig, JsonObject]:
     Raises ConfigError for an unsupported model or a folder without config.json.
     """
     path = Path(path)
-    raw = text_part(read_json(path / "config.json"))
+    raw = text_part(read_config_json(path / "config.json"))
     cfg = config_of(raw)
     if (path / "generation_config.json").is_file():
         cfg = cfg.with_eos(read_json(path / "generation_config.json").get("eos_token_id"))

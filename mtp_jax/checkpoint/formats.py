@@ -7,13 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from mtp_jax.checkpoint import fp4, fp8, int4
+from mtp_jax.checkpoint import fp4, fp8, int4, nvfp4
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
 from mtp_jax.errors import CheckpointError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import family_of
-from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK, INT4_PER_WORD
-from mtp_jax.model.narrow import MOST_UE8M0, Bf16, Fp4, Fp8, Int4, Narrow
+from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK, INT4_PER_WORD, NVFP4_GROUP
+from mtp_jax.model.narrow import MOST_UE8M0, Bf16, Fp4, Fp8, Int4, Narrow, Nvfp4
 from mtp_jax.model.spec import Spec, columns_spec, scale_name, scale_spec
 
 PLAIN = ("F32", "BF16", "F16")
@@ -296,17 +296,73 @@ class _InFp4:
         return 1, FP4_GROUP
 
 
-FP8, INT4, FP4, BF16 = _InFp8(), _InInt4(), _InFp4(), _InBf16()
+class _InNvfp4:
+    """e2m1 with an e4m3 scale per 16 inputs and one of the whole weight, in either layout of `nvfp4`."""
+
+    name, kept = "nvfp4", Nvfp4
+    mark = "has dtype U8"
+
+    def announced(self, cfg: ModelConfig) -> bool:
+        return cfg.nvfp4 is not None
+
+    def holds(self, tensors: Tensors, name: str) -> bool:
+        return name in tensors and tensors[name].dtype == "U8"
+
+    def parts(self, cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> tuple[StoredPart, ...]:
+        (rows, inputs), of = shape, list(shape)
+        whole = nvfp4.TIMES if cfg.nvfp4 == "modelopt" else nvfp4.OVER
+        why, groups = f": one scale per {NVFP4_GROUP} inputs of {of}", inputs // NVFP4_GROUP
+        return (
+            StoredPart(name, ("U8",), (rows, inputs // 2), f": two values a byte of {of}"),
+            StoredPart(name + nvfp4.SCALE, ("F8_E4M3",), (rows, groups), why),
+            StoredPart(name + whole, ("F32",), (1,), ": one number for the whole weight"),
+        )
+
+    def misfit(self, cfg: ModelConfig, shape: tuple[int, ...]) -> str | None:
+        if shape[1] % NVFP4_GROUP == 0:
+            return None
+        return f"{shape[1]} inputs are no multiple of {NVFP4_GROUP}, which share a scale"
+
+    def check(self, tensors: Tensors, name: str) -> None:
+        for end in (nvfp4.SCALE, nvfp4.TIMES, nvfp4.OVER):
+            if name + end in tensors:
+                _check_finite(tensors[name + end])
+        if name + nvfp4.OVER in tensors and not tensors[name + nvfp4.OVER].array()[0]:
+            raise CheckpointError(f"{tensors[name + nvfp4.OVER]} is 0, which divides; the file is damaged")
+
+    def read(self, tensors: Tensors, name: str, rows: range, columns: range, out: np.ndarray) -> None:
+        codes, scale = tensors[name].array(rows), tensors[name + nvfp4.SCALE].array(rows)
+        times, over = (nvfp4.whole(tensors, name + end) for end in (nvfp4.TIMES, nvfp4.OVER))
+        nvfp4.dequantise(codes, scale, times, over, columns, out)
+
+    def can_stay(self, spec: Spec) -> bool:
+        return spec.rows is None and spec.shape[-2:] == spec.tensor_shape
+
+    def arrays(self, spec: Spec, tensors: Tensors) -> tuple[Kept, ...]:
+        inputs = spec.tensor_shape[1]
+        codes = columns_spec(spec, str, inputs // 2)
+        times, over = (columns_spec(spec, _ending(end), 1) for end in (nvfp4.TIMES, nvfp4.OVER))
+        rows = [replace(of, axes=(*of.axes[:-1], None)) for of in (times, over)]
+        scale = columns_spec(spec, _ending(nvfp4.SCALE), inputs // NVFP4_GROUP)
+        wholes = [Kept(of, DTYPES["F32"]) for of in rows]
+        return Kept(codes, DTYPES["U8"]), *wholes, Kept(scale, DTYPES["F8_E4M3"])
+
+    def block(self, arrays: Sequence[Kept]) -> tuple[int, int]:
+        return 1, NVFP4_GROUP
+
+
+FP8, INT4, FP4, NVFP4, BF16 = _InFp8(), _InInt4(), _InFp4(), _InNvfp4(), _InBf16()
 FP8_BY_HEAD = _InFp8ByHead()
-FORMATS: tuple[Format, ...] = (FP8, INT4, FP4)
+FORMATS: tuple[Format, ...] = (FP8, INT4, FP4, NVFP4)
 STORED: tuple[Stored, ...] = (*FORMATS, BF16, FP8_BY_HEAD)
 # A quarter of bfloat16's bytes: they stay so in memory on every device.
-FOUR_BITS = frozenset((INT4.name, FP4.name))
+FOUR_BITS = frozenset((INT4.name, FP4.name, NVFP4.name))
 
 
 def tensors_of(name: str) -> tuple[str, ...]:
     """Names of all tensors that may belong to a weight."""
-    return name, scale_name(name), name + int4.PACKED, name + int4.SCALE, name + int4.SHAPE
+    ends = int4.PACKED, int4.SCALE, int4.SHAPE, nvfp4.TIMES, nvfp4.OVER
+    return name, scale_name(name), *(name + end for end in ends)
 
 
 def by_tensors(cfg: ModelConfig, tensors: Tensors) -> ModelConfig:
@@ -331,13 +387,15 @@ def staying(spec: Spec, tensors: Tensors, keep: Collection[str]) -> Stored | Non
 def declared(cfg: ModelConfig, spec: Spec) -> tuple[Stored, tuple[Kept, ...]] | None:
     """The way of storing a parameter that config.json announces, and its arrays, without any file.
 
-    All weights that may be FP8 are, if FP8 is announced; if int4 or FP4, the experts are. None: a plain array
-    of another dtype than bfloat16, or a weight that cannot stay as it is stored.
+    All weights that may be FP8 are, if FP8 is announced; if int4, FP4 or NVFP4, the experts are. None: a
+    plain array of another dtype than bfloat16, or a weight that cannot stay as it is stored.
     """
     if cfg.int4_group is not None and spec.axes[0] == "experts":
         return INT4, INT4.declared(spec, cfg.int4_group, DTYPES["BF16"])
     if cfg.fp4 and spec.axes[0] == "experts":
         return FP4, FP4.arrays(spec, {})
+    if cfg.nvfp4 and spec.axes[0] == "experts":
+        return NVFP4, NVFP4.arrays(spec, {})
     if cfg.fp8 and spec.projects:
         whole = next((s for s in (FP8, FP8_BY_HEAD) if s.can_stay(spec)), None)
         return None if whole is None else (whole, whole.arrays(spec, {}))

@@ -9,7 +9,8 @@ import numpy as np
 from mtp_jax.checkpoint import four_bits
 
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_PAIRS = four_bits.pairs(np.concatenate([_POSITIVE, -_POSITIVE]))
+PAIRS = four_bits.pairs(np.concatenate([_POSITIVE, -_POSITIVE]))
+"""The two e2m1 values of each byte."""
 
 
 def dequantise(codes: np.ndarray, scale: np.ndarray, columns: range, out: np.ndarray) -> None:
@@ -21,4 +22,4 @@ def dequantise(codes: np.ndarray, scale: np.ndarray, columns: range, out: np.nda
         columns: range of columns to write, which must lie within [0, i).
         out: float32 or bfloat16 [rows, len(columns)].
     """
-    four_bits.dequantise(codes.view(np.uint8), scale.astype(np.float32), columns, out, _PAIRS)
+    four_bits.dequantise(codes.view(np.uint8), scale.astype(np.float32), columns, out, PAIRS)

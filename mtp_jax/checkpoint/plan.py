@@ -30,7 +30,8 @@ from mtp_jax.model.head import DraftFolder, head_of
 from mtp_jax.model.spec import leaves, may_be_narrow
 from mtp_jax.model.specs import Params, param_specs
 
-_IGNORABLE = re.compile(r".*rotary_emb\.inv_freq")
+# Scales of inputs and of a cache in FP8, which stay in whole precision here.
+_IGNORABLE = re.compile(r".*(rotary_emb\.inv_freq|\.input_(global_)?scale|\.[kv]_scale)")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mtp_jax.checkpoint.read import Loaded, check_blocks
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.device import platform
-from mtp_jax.model.narrow import Bf16, Fp4, Fp8, Int4, Narrow, is_narrow, with_bits
+from mtp_jax.model.narrow import Bf16, Fp4, Fp8, Int4, Narrow, Nvfp4, is_narrow, with_bits
 from mtp_jax.model.params import Params, Spec, dtype_of, param_specs
 from mtp_jax.model.sharding import check_divisible, partition, sharded
 
@@ -110,6 +110,10 @@ def _weight(key: np.ndarray, leaf: Any, experts: int) -> Any:
         case Fp4():
             exponents = _full(leaf.exponents, _FP4_ONE + round(math.log2(size / _FP4_SIZE)))
             whole, made = leaf.codes, Fp4(_random_like(key, leaf.codes), exponents)
+        case Nvfp4():
+            scale = _full(leaf.scale, 1.0)
+            wholes = _full(leaf.times, size / _FP4_SIZE), _full(leaf.over, 1.0)
+            whole, made = leaf.codes, Nvfp4(_random_like(key, leaf.codes), *wholes, scale)
         case _:
             raise TypeError(f"{leaf!r:.80} is no weight of a checkpoint")
     return with_bits(made) if platform() == "cpu" and whole.sharding is None else made

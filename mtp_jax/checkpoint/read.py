@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import DTypeLike
 
-from mtp_jax.checkpoint import fp8
+from mtp_jax.checkpoint import fp8, nvfp4
 from mtp_jax.checkpoint.formats import Kept, Stored, format_of, spec_names, staying, tensors_of
 from mtp_jax.checkpoint.plan import LoadPlan
 from mtp_jax.checkpoint.safetensors_file import DTYPES, Tensor
@@ -222,6 +222,9 @@ def _fill(
     name: str,
 ) -> None:
     """Fill ``out`` with the part ``bounds`` of one tensor seen as ``shape``."""
+    if name.endswith((nvfp4.TIMES, nvfp4.OVER)):
+        out[...] = nvfp4.whole(tensors, name)
+        return
     in_bytes = out.dtype == np.uint8
     as_it_is = in_bytes or (name in tensors and DTYPES[tensors[name].dtype] == out.dtype)
     stored = None if as_it_is else format_of(tensors, name)

@@ -13,6 +13,7 @@ from mtp_jax.checkpoint.draft import FREE, Draft, in_place, open_draft
 from mtp_jax.checkpoint.folder import Folder, as_folder, open_folder, read_config
 from mtp_jax.checkpoint.formats import STORED
 from mtp_jax.checkpoint.int4 import PACKED
+from mtp_jax.checkpoint.nvfp4 import OVER, SCALE
 from mtp_jax.checkpoint.orbax_store import is_orbax
 from mtp_jax.checkpoint.plan import LoadPlan, copied_from, match
 from mtp_jax.checkpoint.read import Loader, is_copy
@@ -126,8 +127,10 @@ def _stored(folder: Folder, cfg: ModelConfig) -> ModelConfig:
             raise CheckpointError(f"{folder.path} is of another model: {'; '.join(differing)}")
     kinds = {t.dtype for t in folder.tensors.values()}
     packed = any(name.endswith(PACKED) for name in folder.tensors)
-    narrow = {"fp8": "F8_E4M3" in kinds, "fp4": "I8" in kinds, "int4_group": group if packed else None}
-    return replace(cfg, **narrow)
+    fours = {"fp4": "I8" in kinds, "int4_group": group if packed else None}
+    layout = "compressed-tensors" if any(name.endswith(OVER) for name in folder.tensors) else "modelopt"
+    blocks = any(t.dtype == "F8_E4M3" and not name.endswith(SCALE) for name, t in folder.tensors.items())
+    return replace(cfg, fp8=blocks, nvfp4=layout if "U8" in kinds else None, **fours)
 
 
 def _differing(one: Any, other: Any, prefix: str = "") -> Iterator[tuple[str, object, object]]:

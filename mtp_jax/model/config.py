@@ -20,7 +20,7 @@ from mtp_jax.model.config_parts import (
     is_whole,
 )
 from mtp_jax.model.gqa_config import GqaConfig
-from mtp_jax.model.hf_quantization import INT4_PER_WORD
+from mtp_jax.model.hf_quantization import INT4_PER_WORD, Nvfp4Layout
 from mtp_jax.model.mla_config import IndexerConfig, MlaConfig
 
 __all__ = [
@@ -45,8 +45,9 @@ class ModelConfig:
     facts of either kind.
 
     ``nextn_moe[k]`` says whether NextN layer ``k`` has an MoE block; a checkpoint reader decides it from the
-    tensors present, since some models ship a dense one. ``fp8``, ``fp4`` and ``int4_group``, the inputs
-    that share a scale, say that the checkpoint has such weights; which they are, its tensors tell.
+    tensors present, since some models ship a dense one. ``fp8``, ``fp4``, ``nvfp4``, its layout, and
+    ``int4_group``, the inputs that share a scale, say that the checkpoint has such weights; which they are,
+    its tensors tell.
     ``drafter`` describes a draft head beside the model, which drafts in the place of NextN layers. ``family``
     is a key of ``family.FAMILIES``: it says how the model is described and stored.
     """
@@ -91,6 +92,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     fp8: bool = False
     int4_group: int | None = None
+    nvfp4: Nvfp4Layout | None = None
     fp4: bool = False
     drafter: HeadConfig | None = None
     family: str = "deepseek_v3"

@@ -52,3 +52,20 @@ def read_json(path: str | Path) -> JsonObject:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}; expected an object")
     return value
+
+
+def read_config_json(path: str | Path) -> JsonObject:
+    """A config.json, with the quantisation that older ModelOpt writes into a file beside it.
+
+    Raises ConfigError naming the file.
+    """
+    raw, beside = read_json(path), Path(path).parent / "hf_quant_config.json"
+    if raw.get("quantization_config") or not beside.is_file():
+        return raw
+    told = read_json(beside).get("quantization")
+    if not isinstance(told, dict):
+        raise ConfigError(f"{beside} has quantization = {told!r:.80}; expected an object")
+    return raw if told.get("quant_algo") is None else raw | {"quantization_config": _MODELOPT | told}
+
+
+_MODELOPT: JsonObject = {"quant_method": "modelopt"}

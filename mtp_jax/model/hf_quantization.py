@@ -1,20 +1,23 @@
-"""The quantisation that a ``config.json`` announces: FP8 in blocks, FP4 or int4 in groups, some, or none."""
+"""The quantisation that a ``config.json`` announces: FP8 in blocks, FP4, NVFP4 or int4 in groups, or none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 
 FP8_BLOCK = 128
 INT4_PER_WORD = 8
-FP4_GROUP = 32
+FP4_GROUP, NVFP4_GROUP = 32, 16
+Nvfp4Layout = Literal["modelopt", "compressed-tensors"]
+"""The tool whose names NVFP4 weights have; of the first a scale of the whole weight multiplies."""
 
-_EXPECTED = "expected fp8 with 128x128 blocks, int4 as compressed-tensors packs it, or none"
+_EXPECTED = "expected fp8 with 128x128 blocks, int4 as compressed-tensors packs it, NVFP4, or none"
 
 
 def quantisation(raw: JsonObject) -> JsonObject:
-    """``fp8``, ``fp4`` and ``int4_group`` of ``ModelConfig``.
+    """``fp8``, ``fp4``, ``int4_group`` and ``nvfp4`` of ``ModelConfig``; fields that are left out are none.
 
     Raises ConfigError for a format that cannot be read.
     """
@@ -31,9 +34,26 @@ def quantisation(raw: JsonObject) -> JsonObject:
         return {"fp8": True, "fp4": _fp4(raw, quant), "int4_group": None}
     if method == "compressed-tensors":
         return _compressed(raw, quant)
+    if method == "modelopt" and quant.get("quant_algo") == "NVFP4":
+        return _modelopt(quant)
     kind = quant.get("quant_algo")
     of = f", quant_algo = {kind!r:.80}" if kind is not None else ""
     raise ConfigError(f"quantization {method!r:.200} is not supported{of}; {_EXPECTED}")
+
+
+def _modelopt(quant: JsonObject) -> JsonObject:
+    """NVFP4 as ModelOpt writes it: groups of 16. The tensors show which weights are narrow."""
+    groups = quant.get("config_groups") or {}
+    if not isinstance(groups, dict):
+        raise ConfigError(f"NVFP4 with config_groups = {groups!r:.200}; expected an object each")
+    given = [g.get("weights") for g in groups.values() if isinstance(g, dict)]
+    for told in (quant, *given):
+        size = told.get("group_size") if isinstance(told, dict) else None
+        if size not in (None, NVFP4_GROUP):
+            raise ConfigError(
+                f"NVFP4 with groups of {size!r:.80} inputs is not supported; expected {NVFP4_GROUP}"
+            )
+    return {"nvfp4": "modelopt"}
 
 
 def _fp4(raw: JsonObject, quant: JsonObject) -> bool:
@@ -80,6 +100,7 @@ class _Scheme:
 
 _ANY = {"symmetric": (True, None), "dynamic": (False, None), "actorder": (None,)}
 _INT4, _FP8_BLOCKS, _MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
+_NVFP4 = "nvfp4-pack-quantized"
 _SCHEMES = {
     _INT4: _Scheme(
         "int4 weights, symmetric, packed eight to a word with a scale per group of inputs",
@@ -115,6 +136,18 @@ _SCHEMES = {
         },
         dynamic=True,
     ),
+    _NVFP4: _Scheme(
+        "FP4 weights with an e4m3 scale per 16 inputs and a scale of the whole weight",
+        {
+            "num_bits": (4,),
+            "type": ("float",),
+            "strategy": ("tensor_group",),
+            "group_size": (NVFP4_GROUP,),
+            **_ANY,
+            "block_structure": (None,),
+        },
+        dynamic=True,
+    ),
 }
 
 
@@ -143,6 +176,7 @@ def _compressed(raw: JsonObject, quant: JsonObject) -> JsonObject:
         "fp8": _FP8_BLOCKS in kinds,
         "fp4": _MXFP4 in kinds or _fp4(raw, quant),
         "int4_group": next(iter(sizes), None),
+        "nvfp4": (None, "compressed-tensors")[_NVFP4 in kinds],
     }
 
 
@@ -170,10 +204,10 @@ def _group(quant: JsonObject, name: str, group: JsonObject) -> tuple[str, int | 
 
 
 def _comes_quantised(activations: object) -> bool:
-    """Whether inputs have scales of their own in every batch, so that a checkpoint holds none."""
+    """Whether inputs have scales of their own in every batch, but for one of NVFP4's whole input."""
     if not isinstance(activations, dict):
         return False
-    return activations.get("dynamic") is True and activations.get("type") == "float"
+    return activations.get("dynamic") in (True, "local") and activations.get("type") == "float"
 
 
 def _need(key: str, got: object, allowed: Sequence[object], about: str = "weights alone") -> None:

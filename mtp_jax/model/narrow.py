@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, Int16, PyTree, UInt16
+from jaxtyping import Array, Float, Int, Int8, Int16, PyTree, UInt8, UInt16
 
 from mtp_jax.machine import converts_float16
 from mtp_jax.model.hf_quantization import FP8_BLOCK, INT4_PER_WORD
@@ -167,13 +167,48 @@ class Fp4(_Packed):
         A float16 with the same sign, exponent and mantissa is smaller by 2^14, also if subnormal, and the
         scales are larger by it.
         """
-        codes = self.codes.astype(jnp.int16)
-        low = _moved(codes, 0x7, 2**9) | _moved(codes, 0x8, 2**12)
-        high = _moved(codes, 0x70, 2**5) | _moved(codes, 0x80, 2**8)
-        halves = jnp.stack([low, high], axis=-1).reshape(*self.exponents.shape, -1)
         bits = (self.exponents.astype(jnp.uint32) + _E2M1_UNIT) << 23
         spread = jax.lax.bitcast_convert_type(bits, jnp.float32)[..., None]
-        return (float16_of_bits(halves) * spread).astype(dtype).reshape(self.shape)
+        halves = _e2m1_of_codes(self.codes).reshape(*self.exponents.shape, -1)
+        return (halves * spread).astype(dtype).reshape(self.shape)
+
+
+@struct.dataclass
+class Nvfp4(_Packed):
+    """e2m1 with an e4m3 scale for each 16 inputs, and a float32 scale of the whole weight, in every row.
+
+    Attributes:
+        codes: uint8 [*o, i / 2]: two values, the low four bits first.
+        times, over: float32 [*o, 1]: the factor and the divisor of the row's scales; one of them is 1, as a
+            layout has.
+        scale: float8_e4m3fn [*o, i / 16].
+    """
+
+    codes: Any
+    times: Any
+    over: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return *self.codes.shape[:-1], self.codes.shape[-1] * 2
+
+    def expand(self, dtype: DTypeLike) -> Float[Array, "*o i"]:
+        """Values times the scale of their group, which is rounded to float32 first."""
+        # XLA would multiply by the inverse of a divisor that it sees to be the same in a whole row.
+        over = jax.lax.optimization_barrier(jnp.broadcast_to(self.over, self.scale.shape))
+        spread = self.scale.astype(jnp.float32) * self.times / over
+        halves = _e2m1_of_codes(self.codes).reshape(*self.scale.shape, -1) * 2.0**_E2M1_UNIT
+        return (halves * spread[..., None]).astype(dtype).reshape(self.shape)
+
+
+def _e2m1_of_codes(codes: UInt8[Array, "*o c"]) -> Float[Array, "*o c two"]:
+    """The two values of each byte over 2^14, in float32 (see ``Fp4.expand``)."""
+    codes = codes.astype(jnp.int16)
+    low = _moved(codes, 0x7, 2**9) | _moved(codes, 0x8, 2**12)
+    high = _moved(codes, 0x70, 2**5) | _moved(codes, 0x80, 2**8)
+    return float16_of_bits(jnp.stack([low, high], axis=-1))
 
 
 def _moved(codes: Int16[Array, "*b"], mask: int, by: int) -> Int16[Array, "*b"]:

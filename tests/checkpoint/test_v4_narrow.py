@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
     ),
     "as NVFP4 has it": (
         put(UP, "U8", [32, 32], 0),
-        (f"{UP} has dtype U8; expected one of F32, BF16, F16, F8_E4M3, I8", f"{UPS}"),
+        (f"{UP} has dtype U8, but config.json beside it has no quantization_config of nvfp4", f"{UPS}"),
     ),
     "not a number": (put(UPS, "F8_E8M0", [32, 2], 255), (f"{UPS} has NaN, or scales above 2^113",)),
     "too large": (put(UPS, "F8_E8M0", [32, 2], 241), (f"{UPS} has NaN, or scales above 2^113",)),
@@ -250,7 +250,7 @@ def test_configs_that_do_not_fit(folder: Path, tmp_path: Path):
                 "expert_dtype": None,
                 "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
             },
-            "'modelopt' is not supported, quant_algo = 'NVFP4'",
+            "DeepSeek-V4 with weights in NVFP4 is not supported",
         ),
     ):
         edit_json(copy / "config.json", **told)

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a word": (PLAIN | {"quantization_config": "fp8"}, "'fp8' is not supported, as it is no object"),
     "gptq": (PLAIN | {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "'gptq' is not supported"),
     "nvfp4": (PLAIN | {"quantization_config": {"quant_method": "modelopt"}}, "'modelopt' is not supported"),
-    "nvfp4, packed": (changed({"format": "nvfp4-pack-quantized"}), "format = 'nvfp4-pack-quantized'"),
+    "nvfp4, packed": (changed({"format": "nvfp4-pack-quantized"}), "weights.type = 'int'"),
     "mxfp4 of integers": (changed(group={"format": "mxfp4-pack-quantized"}), "weights.type = 'int'"),
     "int8": (
         changed({"format": "int-quantized"}),

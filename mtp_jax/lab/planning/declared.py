@@ -6,7 +6,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.lab.planning.releases import KNOWN
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_of
-from mtp_jax.model.hf_config import read_json
+from mtp_jax.model.hf_config import read_config_json
 
 
 def declared(model: Path, trunk_alone: bool, option: str) -> tuple[str, ModelConfig]:
@@ -22,7 +22,7 @@ def declared(model: Path, trunk_alone: bool, option: str) -> tuple[str, ModelCon
     known = KNOWN.get(str(model).lower())
     if known is not None and not path.exists():
         return name, known
-    raw = read_json(path)
+    raw = read_config_json(path)
     cfg = config_of(raw)
     if not any(key.startswith("dspark_") for key in raw):
         return name, cfg

@@ -8,7 +8,7 @@ from typing import Literal
 from mtp_jax.lab.planning.hardware import Rate
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.head import HeadTree
-from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK
+from mtp_jax.model.hf_quantization import FP4_GROUP, FP8_BLOCK, NVFP4_GROUP
 from mtp_jax.model.layer_specs import Layer
 from mtp_jax.model.spec import Spec, count, leaves
 from mtp_jax.model.specs import NextN, Params, param_specs
@@ -36,8 +36,10 @@ BFLOAT16 = WeightFormat("bfloat16", 2, "bf16", 2)
 FP8 = WeightFormat("fp8", 1 + 4 / FP8_BLOCK**2, "fp8", 1 + 4 / FP8_BLOCK)
 # DeepSeek-V4's experts: a power of two in a byte per 32 values; they are expanded where they are multiplied.
 FP4 = WeightFormat("fp4", 0.5 + 1 / FP4_GROUP, "bf16", 2)
-# NVIDIA's FP4: an e4m3 scale per 16 values. Published measurements have it; the engine does not read it.
-NVFP4 = WeightFormat("nvfp4", 0.5 + 1 / 16, "fp4", 0.5 + 1 / 16)
+# NVIDIA's FP4: an e4m3 scale per 16 values, which published measurements multiply as it is.
+NVFP4 = WeightFormat("nvfp4", 0.5 + 1 / NVFP4_GROUP, "fp4", 0.5 + 1 / NVFP4_GROUP)
+# The same as the engine multiplies it.
+EXPANDED_NVFP4 = WeightFormat("nvfp4", 0.5 + 1 / NVFP4_GROUP, "bf16", 2)
 
 
 def int4(group: int) -> WeightFormat:
@@ -56,7 +58,7 @@ class Storage:
     def of(cls, cfg: ModelConfig) -> "Storage":
         """The formats that config.json announces, bfloat16 by default."""
         others = FP8 if cfg.fp8 else BFLOAT16
-        experts = FP4 if cfg.fp4 else others
+        experts = FP4 if cfg.fp4 else EXPANDED_NVFP4 if cfg.nvfp4 else others
         return cls(experts if cfg.int4_group is None else int4(cfg.int4_group), others)
 
     @property

@@ -11,7 +11,7 @@ from mtp_jax.model.family.deepseek_v4 import DeepSeekV4
 from mtp_jax.model.family.family import Family
 from mtp_jax.model.family.glm4_moe import Glm4Moe
 from mtp_jax.model.family.llama import Llama
-from mtp_jax.model.hf_config import read_json
+from mtp_jax.model.hf_config import read_config_json
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (DeepSeekV3(), Glm4Moe(), DeepSeekV4(), Llama())
@@ -64,7 +64,7 @@ def config_of(raw: JsonObject) -> ModelConfig:
 
 def config_of_file(path: str | Path) -> ModelConfig:
     """The model that a config.json describes. Raises ConfigError for unreadable JSON, too."""
-    return config_of(read_json(path))
+    return config_of(read_config_json(path))
 
 
 def config_json(cfg: ModelConfig) -> JsonObject:

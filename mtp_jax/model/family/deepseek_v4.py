@@ -114,6 +114,10 @@ class DeepSeekV4(Family):
         """See ``Family``."""
         assert cfg.hyper is not None, "a DeepSeek-V4 has hyper-connections"
         cfg.hyper.check()
+        if cfg.nvfp4:
+            raise ConfigError(
+                "DeepSeek-V4 with weights in NVFP4 is not supported; take the release's own FP4"
+            )
         check_size("q_lora_rank", cfg.q_lora_rank, ": queries have a low rank")
         limit, most = cfg.swiglu_limit, cfg.num_hidden_layers
         for ok, name, expected in (

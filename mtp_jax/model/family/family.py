@@ -130,7 +130,7 @@ class Family:
     def write(self, cfg: ModelConfig) -> JsonObject:
         """``config.json`` in the dialect of the release, without quantisation."""
         model_type, architecture = self.kind(cfg)
-        left_out = {*_MADE, "fp8", "fp4", "int4_group", *self.unwritten}
+        left_out = {*_MADE, "fp8", "fp4", "int4_group", "nvfp4", *self.unwritten}
         out: JsonObject = {
             "architectures": [architecture],
             "model_type": model_type,
