@@ -7,28 +7,22 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import jax
-import numpy as np
-from jaxtyping import PyTree
+from typing import Literal, get_args
 
 from mtp_jax.api.identity import Identity, NewWeights, digests_of
-from mtp_jax.api.local import local_runner
 from mtp_jax.checkpoint.folder import open_folder
 from mtp_jax.checkpoint.update import WeightSource, open_source, read_update
-from mtp_jax.decode.launches import AllocateCache, ReleaseCache
+from mtp_jax.decode.launches import AllocateCache, DropWeights, PutWeights, ReleaseCache, RestoreWeights
+from mtp_jax.decode.weights import WeightPart, pieces
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
 from mtp_jax.model.config import ModelConfig
-from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
 from mtp_jax.model.params import Params, shapes
-from mtp_jax.model.specs import DraftLayers
 
-Tag = Literal["weights", "draft", "cache"]
+Tag = WeightPart | Literal["cache"]
 """Parts of memory that can be released: the trunk's weights, the drafter's, the cache."""
 
-_TAGS: tuple[Tag, ...] = get_args(Tag)
+_TAGS: tuple[Tag, ...] = *get_args(WeightPart), "cache"
 
 
 @dataclass(frozen=True)
@@ -49,10 +43,10 @@ class WeightUpdate:
 
 
 class DeviceMemory:
-    """The parameters of one model, and the cache of its engine.
+    """The parameters of one model, and the cache of its engine. The runner of the engine has both.
 
     Attributes:
-        params: parameters on the devices; a released part has only its shapes here.
+        shapes: shapes of the parameters.
         released: parts that are not on the devices.
     """
 
@@ -60,11 +54,9 @@ class DeviceMemory:
     _updates = 0
 
     def __init__(self, params: Params) -> None:
-        self.params = params
-        self.released: list[Tag] = []
+        self.shapes, self.released = shapes(params), list[Tag]()
         self._known: list[Tag] = [tag for tag in _TAGS if tag != "draft" or params.can_draft]
-        self._shapes, self._sharding = shapes(params), jax.tree.map(lambda a: a.sharding, params)
-        self._kept: dict[Tag, Any] = {}  # parts that are released, on the host
+        self._kept = set[Tag]()  # released parts that the hosts have copies of
 
     def identify(self, folders: Sequence[Path]) -> Identity:
         """The identity of the weights, now and after updates. folders: they were loaded from these.
@@ -92,7 +84,7 @@ class DeviceMemory:
         folder = open_source(source)
         draft = None if draft_model is None else open_folder(draft_model)
         digests = self._identity and digests_of(folder, draft, keep_draft)
-        params = read_update(cfg, self.params, folder, draft, dtype=dtype, keep_draft=keep_draft)
+        params = read_update(cfg, self.shapes, folder, draft, dtype=dtype, keep_draft=keep_draft)
         return NewWeights(params, digests)
 
     def tags(self, asked: Sequence[Tag] | None = None) -> list[Tag]:
@@ -121,9 +113,8 @@ class DeviceMemory:
                 engine.flush_prefix_cache()
                 engine.runner.do(ReleaseCache())
             else:
-                if backup:
-                    self._kept[tag] = jax.tree.map(np.asarray, _part(self.params, tag))
-                self._set(engine, tag, _part(self._shapes, tag))
+                engine.runner.do(DropWeights(tag, backup))
+                self._kept |= {tag} if backup else set()
             self.released.append(tag)
 
     def resume(self, engine: Engine, tags: Sequence[Tag]) -> None:
@@ -136,9 +127,10 @@ class DeviceMemory:
         for tag in wanted:
             if tag == "cache":
                 engine.runner.do(AllocateCache())
-                self.released.remove(tag)
             else:
-                self._place(engine, tag, self._kept[tag])
+                engine.runner.do(RestoreWeights(tag))
+                self._kept.remove(tag)
+            self.released.remove(tag)
         self._wake(engine)
 
     def replace(self, engine: Engine, new: NewWeights, weight_version: str | None) -> None:
@@ -149,10 +141,9 @@ class DeviceMemory:
         if self._identity and not new.digests:
             raise ConfigError("the new weights were read before the Handover was made; read them again")
         with self._identity.replacing(new.digests) if self._identity and new.digests else nullcontext():
-            params = new.params
-            self._place(engine, "weights", params.with_drafts())
-            if params.can_draft:
-                self._place(engine, "draft", params.drafts)
+            self._place(engine, "weights", new.params)
+            if new.params.can_draft:
+                self._place(engine, "draft", new.params)
             self._updates += 1
             engine.new_weights(str(self._updates) if weight_version is None else weight_version)
         self._wake(engine)
@@ -161,40 +152,19 @@ class DeviceMemory:
         if not self.released:
             engine.wake()
 
-    def _place(self, engine: Engine, tag: Tag, new: PyTree) -> None:
-        """Place array by array; each old array is freed first, unless a caller holds it."""
-        if tag not in self.released:
-            self.released.append(tag)
-        self._set(engine, tag, _part(self._shapes, tag))
-        self._kept.pop(tag, None)
-        weights, tree = jax.tree.flatten(new, is_leaf=is_narrow)
-        where = jax.tree.leaves(_part(self._sharding, tag), is_leaf=is_narrow)
-        placed = [_placed(w, s) for w, s in zip(weights, where, strict=True)]
-        part = tree.unflatten(placed)
-        del new, weights, placed
-        on = local_runner(engine).decoding.model.on
-        self._set(engine, tag, on.laid_out(part) if tag == "weights" else part)
-        self.released.remove(tag)
-
-    def _set(self, engine: Engine, tag: Tag, part: PyTree) -> None:
-        """Give this part to the engine."""
-        trunk, drafts = (part, self.params.drafts) if tag == "weights" else (self.params, part)
-        self.params = trunk.with_drafts(drafts)
-        local_runner(engine).take(self.params)
+    def _place(self, engine: Engine, part: WeightPart, new: Params) -> None:
+        """Place array by array, behind the end of the old arrays, unless a caller holds these."""
+        if part not in self.released:
+            self.released.append(part)
+        engine.runner.do(DropWeights(part, backup=False))
+        self._kept.discard(part)
+        for begin, rows in pieces(new, part):
+            engine.runner.do(PutWeights(part, begin, rows))
+        self.released.remove(part)
 
 
 class NoWeights(DeviceMemory):
     """The cache of a simulated model."""
 
     def __init__(self) -> None:
-        self.released, self._known = [], ["cache"]
-
-
-def _placed(w: PyTree, where: PyTree) -> PyTree:
-    """A weight on its devices, in the form that its predecessor had there."""
-    placed = jax.device_put(without_bits(w), without_bits(where))
-    return placed if where == without_bits(where) else with_bits(placed)
-
-
-def _part(params: Params, tag: Tag) -> Params | DraftLayers:
-    return params.drafts if tag == "draft" else params.with_drafts()
+        self.released, self._known = [], list[Tag](["cache"])

@@ -15,7 +15,7 @@ from mtp_jax.api.about import shown
 from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate
 from mtp_jax.api.identity import Identity, NewWeights, identified
-from mtp_jax.api.load import describe_simulated, load_model
+from mtp_jax.api.load import DescribedModel, LoadedModel, describe_simulated, load_model
 from mtp_jax.api.local import make_runner
 from mtp_jax.api.memory import return_free_memory
 from mtp_jax.api.options import LLMOptions
@@ -28,7 +28,6 @@ from mtp_jax.api.simulated import simulated_engine, simulated_language
 from mtp_jax.checkpoint.update import WeightSource
 from mtp_jax.decode.keys import MAX_DRAFTS
 from mtp_jax.decode.law import MARK
-from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -66,38 +65,37 @@ class LLM:
                 f"rank {self.group.hosts.rank} follows: call follow() with the same options; rank 0 makes "
                 "the LLM"
             )
-        self._rates, self._seconds = options.simulate, options.simulated_step
-        self.random_weights = options.random_weights
+        self._rates, self.random_weights = options.simulate, options.random_weights
+        model: DescribedModel
         if self._rates is None:
             model = load_model(options, self._report)
-            self._memory, self._decoding, self._kept = DeviceMemory(model.params), model.decoding, model.kept
+            self._memory, self._decoding = DeviceMemory(model.params), model.decoding
         else:
             model, self._memory, self._decoding = describe_simulated(options), NoWeights(), None
-            self._kept = None
         self.tokenizer, self.config = model.tokenizer, model.config
         self.folders, self.size = model.folders, model.size
         self.sampling_defaults = model.sampling
         self._grammars = self.tokenizer and Grammars.of(
             self.tokenizer, self.config.vocab_size, self.config.eos_token_ids
         )
-        self.engine = self._make_engine(model.engine)
+        self.engine = self._make_engine(model, options.simulated_step)
         self._session = Session(self.engine)
-        self._scorer = self._decoding and Scorer(self.config, self._decoding.model.on)
+        self._scorer = Scorer(self.config, self.engine.runner)
         self.await_files = identified(self.engine, self.identify, self._decoding and self._decoding.model.on)
 
     def __repr__(self) -> str:
         return f"LLM({shown(self.folders[0], self.engine.cfg, self.engine.config)})"
 
-    def _make_engine(self, config: EngineConfig) -> Engine:
-        if self._rates is not None:
-            language = simulated_language(self.config, self._rates, self.tokenizer)
-            return simulated_engine(self.config, config, language, self._seconds, self._grammars)
-        decoding = self._decoding
-        assert decoding, "a model that is not simulated has programs"
+    def _make_engine(self, model: DescribedModel, seconds: float) -> Engine:
+        """seconds: of a simulated step."""
+        config = model.engine
+        if not isinstance(model, LoadedModel):
+            language = simulated_language(self.config, self._rates or (), self.tokenizer)
+            return simulated_engine(self.config, config, language, seconds, self._grammars)
         with self._report.phase("allocate cache"):
-            runner = make_runner(decoding, self._memory.params, config, kept=self._kept)
-            version = {"weight_version": MARK} if self.random_weights else {}
-            return Engine(decoding.model.cfg, config, lead(runner, self.group), self._grammars, **version)
+            runner = make_runner(model.decoding, model.params, config, kept=model.kept)
+            version, cfg = {"weight_version": MARK} if self.random_weights else {}, model.decoding.model.cfg
+            return Engine(cfg, config, lead(runner, self.group), self._grammars, **version)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -112,21 +110,16 @@ class LLM:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters that the engine runs with, on all devices together."""
-        return nbytes(self._decoding.read(self._memory.params)) if self._decoding else 0
+        return nbytes(self._decoding.read(self._memory.shapes)) if self._decoding else 0
 
-    def _check_alone(self, what: str) -> None:
-        """Raises ConfigError over several hosts, with experts that move, and without weights."""
+    def _check_weights(self, what: str) -> None:
+        """Raises ConfigError with experts that move, and without weights."""
         if self.simulated:
             raise ConfigError(f"{what} needs weights, but the model is simulated; leave out simulate")
         if self.engine.config.redundant_experts:
             raise ConfigError(
                 f"{what} needs the weights as they were loaded, but redundant_experts = "
                 f"{self.engine.config.redundant_experts} moves experts; set it to 0"
-            )
-        if self.group:
-            raise ConfigError(
-                f"{what} is not done over several hosts (hosts = {self.group.hosts.hosts}); use one process "
-                "for it, or start the hosts anew with other weights"
             )
 
     def generate(
@@ -214,12 +207,11 @@ class LLM:
 
     def score(self, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced logits and hidden states of a sequence. Raises RequestError for bad ids."""
-        return self._scoring().score(self._memory.params, token_ids)
+        return self._scoring().score(token_ids)
 
     def _scoring(self) -> Scorer:
-        self._check_alone("scoring")
+        self._check_weights("scoring")
         self.check_memory()
-        assert self._scorer, "a simulated model is refused before"
         return self._scorer
 
     def hidden_states(
@@ -250,7 +242,7 @@ class LLM:
         self, sequences: Sequence[Sequence[int]], taps: Sequence[int] = ()
     ) -> list[tuple[np.ndarray, ...]]:
         """``hidden_states`` of each sequence, computed together, in the dtype of the engine; and its taps."""
-        return self._scoring().features(self._memory.params, sequences, tuple(taps))
+        return self._scoring().features(sequences, tuple(taps))
 
     def draft(self, token_ids: Sequence[int], num_tokens: int) -> Draft:
         """The greedy drafts after a prompt and the trunk's own greedy next token. Raises RequestError."""
@@ -318,7 +310,7 @@ class LLM:
         self, source: WeightSource, draft_model: str | Path | None = None, *, keep_draft: bool = False
     ) -> NewWeights:
         """The first half of ``update_weights``: read and check them. The model may serve meanwhile."""
-        self._check_alone("an update of the weights")
+        self._check_weights("an update of the weights")
         if self.random_weights:
             raise ConfigError(
                 "an update of random weights (load_format = 'dummy'), whose answers stay marked SYNTHETIC; "
@@ -335,8 +327,7 @@ class LLM:
     ) -> WeightUpdate:
         """The second half: put the new weights in place. prepare: compile the probe's programs."""
         self._check_idle()
-        if probe is None and self.tokenizer is None:
-            probe = ()
+        probe = () if probe is None and self.tokenizer is None else probe
         before = self.probe_drafts(probe, prepare)
         self._memory.replace(self.engine, new, weight_version)
         after = self.probe_drafts(probe, prepare)
@@ -355,7 +346,7 @@ class LLM:
         """
         wanted = self._memory.tags(tags)
         if wanted != ["cache"]:
-            self._check_alone("a release of weights")
+            self._check_weights("a release of weights")
         self._check_idle()
         self._memory.release(self.engine, wanted, backup)
 

@@ -256,7 +256,22 @@ class PageKey:
     pages: int
 
 
-Key = StepKey | DraftKey | PageKey
+@dataclass(frozen=True)
+class ScoreKey:
+    """An executable that passes ``sequences`` sequences of ``tokens`` tokens through the model (``Score``).
+
+    Attributes:
+        taps: numbers of the residual streams that it returns beside the hidden states.
+        logits: whether it also returns logits, and the NextN layers' states and logits.
+    """
+
+    sequences: int
+    tokens: int
+    taps: tuple[int, ...] = ()
+    logits: bool = False
+
+
+Key = StepKey | DraftKey | PageKey | ScoreKey
 
 
 def name_of(key: Key) -> str:
@@ -265,6 +280,9 @@ def name_of(key: Key) -> str:
         return f"draft_k{key.depth}_p{key.pages}"
     if isinstance(key, PageKey):
         return f"pages_p{key.pages}"
+    if isinstance(key, ScoreKey):
+        taps = "".join(f"_h{tap}" for tap in key.taps)
+        return f"score_b{key.sequences}_t{key.tokens}{taps}{'_logits' * key.logits}"
     windows = f"_b{key.slots}_k{key.room}" if key.slots else ""
     chunk = f"_t{key.tokens}x{key.prompts}" if key.tokens else ""
     windows += "" if key.kept is None else f"_v{key.kept}"

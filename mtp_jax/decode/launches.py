@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from mtp_jax.decode.arrays import Chunk, ExpertLayout, MaskMaker, PageData, Result, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, StepKey
+from mtp_jax.decode.keys import DraftKey, Key, ScoreKey, StepKey
 from mtp_jax.errors import ConfigError
 
 T = TypeVar("T")
@@ -160,6 +160,48 @@ class MoveExpert(Launch[None]):
 
 
 @dataclass(frozen=True)
+class Score(Launch[Any]):
+    """Pass whole sequences through the model, without the cache: ``model.scores.Positions``, of numpy arrays.
+
+    Any thread may launch it.
+    """
+
+    flushes: ClassVar[bool] = False
+
+    key: ScoreKey
+    tokens: Int[Any, "n T"]
+
+
+@dataclass(frozen=True)
+class DropWeights(Launch[None]):
+    """Free the trunk's weights or the drafter's. backup: keep a copy in the memory of each host."""
+
+    part: str
+    backup: bool
+
+
+@dataclass(frozen=True)
+class RestoreWeights(Launch[None]):
+    """Put back weights that were dropped with a backup."""
+
+    flushes: ClassVar[bool] = False
+
+    part: str
+
+
+@dataclass(frozen=True)
+class PutWeights(Launch[None]):
+    """Put the next rows of a dropped part's weights in place (``Weights.put``)."""
+
+    flushes: ClassVar[bool] = False
+    dense: ClassVar[bool] = True
+
+    part: str
+    begin: int
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
 class ReleaseCache(Launch[None]):
     """Free the cache and the device's state of all slots; no slot may be in use."""
 
@@ -297,7 +339,8 @@ class DeviceRunner(Runner):
         if launch.flushes and not (defers and self._deferred < self.deferral):
             self.flushed()
         read = self._launch(launch, masks)
-        self._deferred += defers
+        if defers:  # other launches may come from other threads
+            self._deferred += 1
         flush = None
         if step is not None:
             flush, self._flush = self._flush, None

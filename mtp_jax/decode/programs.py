@@ -23,7 +23,7 @@ from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pa
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.kept import KeptPrograms
-from mtp_jax.decode.keys import DraftKey, Key, Origin, PageKey, StepKey, cheapest, name_of
+from mtp_jax.decode.keys import DraftKey, Key, Origin, PageKey, ScoreKey, StepKey, cheapest, name_of
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.routed import READ, read_routed
 from mtp_jax.decode.state import State
@@ -33,6 +33,7 @@ from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
 from mtp_jax.model.device import compiler_options
 from mtp_jax.model.params import Moe, Params
+from mtp_jax.model.scores import Positions, positions
 from mtp_jax.model.sharding import data_size
 
 _NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
@@ -57,13 +58,22 @@ class _Pages:
 class Programs:
     """The compiled programs of one runner, by key."""
 
-    def __init__(self, decoding: Decoding, params: Params, state: State, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        decoding: Decoding,
+        params: Params,
+        state: State,
+        folder: Path | None = None,
+        layers: Params | None = None,
+    ) -> None:
         """Compiles nothing yet.
 
         ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. folder: of kept programs.
+        layers: the parameters that scores read, layer by layer; None: ``params``.
         """
         self.decoding, self._on = decoding, decoding.model.on
         self._params, self._state = params, state
+        self._layers = params if layers is None else layers
         self.kept = KeptPrograms(folder, self._on.mesh, decoding, params, state)
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
@@ -99,8 +109,9 @@ class Programs:
 
         It may run in a thread of its own while other threads use the compiled programs.
         """
-        self._prepare_bookkeeping()
-        missing = [k for k in dict.fromkeys(map(_program, keys)) if k not in self._compiled]
+        wanted = dict.fromkeys(map(_program, keys))
+        self._prepare_bookkeeping(*wanted)
+        missing = [k for k in wanted if k not in self._compiled]
         count, counting = 0, threading.Lock()
 
         def one(key: Key) -> None:
@@ -121,7 +132,7 @@ class Programs:
 
     def build(self, key: Key) -> Any:
         """Compile a program, which nobody can use before it is published."""
-        self._prepare_bookkeeping()
+        self._prepare_bookkeeping(key)
         return self._compile_one(key)
 
     def publish(self, key: Key, program: Any) -> None:
@@ -130,8 +141,9 @@ class Programs:
             self._compiled[key] = program
             self._covering = {}
 
-    def _prepare_bookkeeping(self) -> None:
-        if not self._bookkeeping:
+    def _prepare_bookkeeping(self, *keys: Key) -> None:
+        """Compile the programs that all of these keys need but scores, which see no state."""
+        if not (self._bookkeeping or all(isinstance(key, ScoreKey) for key in keys)):
             self._bookkeeping = self._compile_bookkeeping()
 
     def find(self, need: StepKey) -> StepKey | None:
@@ -163,6 +175,10 @@ class Programs:
     ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"]]:
         """Run a compiled draft of one slot; the result has rows for all."""
         return self._compiled[key](params, state, jnp.int32(slot))
+
+    def score(self, key: ScoreKey, layers: Params, tokens: Int[Any, "n T"]) -> Positions:
+        """Run a compiled score. layers: the parameters, layer by layer."""
+        return self._compiled[key](layers, tokens)
 
     def read_pages(self, key: PageKey, state: State, pages: Any) -> list[jax.Array]:
         """Read pages, int32 [key.pages], counted over all shards. The state is not donated."""
@@ -224,14 +240,19 @@ class Programs:
         """
         return self.kept.get(name, key, lambda: lower().compile(self._options if serves else None))
 
-    def lowered(self, key: StepKey | DraftKey, platform: str | None = None) -> jax.stages.Lowered:
+    def lowered(self, key: StepKey | DraftKey | ScoreKey, platform: str | None = None) -> jax.stages.Lowered:
         """A program before XLA compiles it; of a step that is not structured.
 
         platform: "cpu" or "cuda", which need not be here, for its text alone; None: this process's own.
         """
         return self._traced(key).lower(lowering_platforms=None if platform is None else (platform,))
 
-    def _traced(self, key: StepKey | DraftKey) -> jax.stages.Traced:
+    def _traced(self, key: StepKey | DraftKey | ScoreKey) -> jax.stages.Traced:
+        if isinstance(key, ScoreKey):
+            given = {"model": self.decoding.model, "taps": key.taps, "with_logits": key.logits}
+            run = _named(partial(positions, **given), name_of(key))
+            tokens = jax.ShapeDtypeStruct((key.sequences, key.tokens), jnp.int32)
+            return jax.jit(run, out_shardings=self._everywhere).trace(self._layers, tokens)
         if isinstance(key, DraftKey):
             run = _named(DraftAlone(self.decoding, key), name_of(key))
             return jax.jit(run, out_shardings=self._everywhere).trace(self._params, self._state, _NUMBER)

@@ -16,6 +16,7 @@ from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
+from mtp_jax.decode.weights import Weights
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.expert_slots import moe_layers, most_copies, with_moe_layer
 from mtp_jax.model.head import head_of
@@ -36,6 +37,7 @@ class LocalRunner(DeviceRunner):
 
     Attributes:
         params: the model's parameters, layers alike in stacks if the backend reads them there (``take``).
+        weights: the same parameters layer by layer, and the parts of them that are dropped or replaced.
         decoding: the facts that the programs share.
         programs: the programs compiled for these shapes.
         state: the device's state; launches replace it.
@@ -59,11 +61,11 @@ class LocalRunner(DeviceRunner):
         # The passes of several NextN layers differ, so no loop can compute them.
         loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
         super().__init__(data_size(on.mesh), layout_of(model, params), loops, ends_with_rows(model))
-        self.decoding = decoding
+        self.decoding, self.weights = decoding, Weights(params, on)
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(model, decoding.drafter, shape, self.layout, groups)
-        self.programs = Programs(decoding, shapes(self.params), abstract, kept)
+        self.programs = Programs(decoding, shapes(self.params), abstract, kept, shapes(params))
         self._abstract, self.state = abstract, empty_state(abstract) if allocate else abstract
         self._shape = shape
 
@@ -72,6 +74,7 @@ class LocalRunner(DeviceRunner):
 
         ``params`` may hold shapes alone; then no launch is possible.
         """
+        self.weights.params = params
         params = self.decoding.read(params)
         groups = self.decoding.model.on.arranged(params.layers)
         if len(groups) < len(params.layers):
@@ -113,6 +116,9 @@ class LocalRunner(DeviceRunner):
             case launches.DraftLaunch(key, slot):
                 tokens, logits = self.programs.draft(key, self.params, self.state, slot)
                 return lambda: (np.asarray(tokens)[slot], np.asarray(logits)[slot])
+            case launches.Score(key, tokens):
+                scored = self.programs.score(key, self.weights.params, tokens)
+                return lambda: jax.tree.map(np.asarray, scored)
             case launches.ReadPages(shard, pages):
                 return self._read_pages(shard, pages)
             case launches.ReadExperts():
@@ -135,6 +141,8 @@ class LocalRunner(DeviceRunner):
             case launches.MoveExpert(layer, source, target, copies):
                 moe = self.programs.move_expert(moe_layers(self.params)[layer], source, target, copies)
                 self.params = with_moe_layer(self.params, layer, moe)
+            case launches.DropWeights() | launches.RestoreWeights() | launches.PutWeights():
+                self._change_weights(launch)
             case launches.ReleaseCache():
                 self.state = self._abstract
             case launches.AllocateCache():
@@ -142,6 +150,19 @@ class LocalRunner(DeviceRunner):
             case _:
                 raise TypeError(f"{launch!r:.80} is no launch")
         return lambda: None
+
+    def _change_weights(
+        self, launch: launches.DropWeights | launches.RestoreWeights | launches.PutWeights
+    ) -> None:
+        part: Any = launch.part
+        match launch:
+            case launches.DropWeights():
+                self.weights.drop(part, launch.backup)
+            case launches.RestoreWeights():
+                self.weights.restore(part)
+            case launches.PutWeights():
+                self.weights.put(part, launch.begin, launch.rows)
+        self.take(self.weights.params)
 
     def _step(self, launch: launches.StepLaunch, masks: MaskMaker | None) -> Callable[[], Result]:
         """Launch a step; a structured step is two launches, between which the drafts are read."""

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import UInt32
 
 from mtp_jax.decode.arrays import Chunk, SamplingState, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, ScoreKey, StepKey
 from mtp_jax.decode.launches import Launch
 from mtp_jax.wire.connection import WireError
 
@@ -113,7 +113,7 @@ class Masks(HostMessage):
     allowed: UInt32[Any, "B W words"]
 
 
-_PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, SamplingMode)
+_PARTS = (SlotRow, SamplingState, Chunk, StepKey, DraftKey, PageKey, ScoreKey, SamplingMode)
 KINDS: Mapping[str, type] = {
     kind.__name__: kind for kind in (*HostMessage.__subclasses__(), *Launch.__subclasses__(), *_PARTS)
 }

@@ -17,13 +17,17 @@ from mtp_jax.decode.launches import (
     Admit,
     AllocateCache,
     DraftLaunch,
+    DropWeights,
     Launch,
     Move,
     MoveExpert,
+    PutWeights,
     ReadExperts,
     ReadPages,
     ReadRouted,
     ReleaseCache,
+    RestoreWeights,
+    Score,
     StepLaunch,
     Update,
     WritePages,
@@ -138,6 +142,7 @@ OPERATIONS: dict[str, Launch[Any]] = {
 
 def test_every_operation_is_tried():
     others = {MoveExpert, ReleaseCache, AllocateCache, ReadRouted}  # of weights, memory, nothing deferred
+    others |= {Score, DropWeights, PutWeights, RestoreWeights}
     assert {*map(type, OPERATIONS.values()), *others} == {*Launch.__subclasses__()}
 
 

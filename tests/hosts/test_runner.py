@@ -8,25 +8,30 @@ from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from mtp_jax.decode.arrays import Chunk, MaskMaker, SamplingState, SlotRow
-from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, StepKey
+from mtp_jax.decode.keys import DraftKey, Key, PageKey, SamplingMode, ScoreKey, StepKey
 from mtp_jax.decode.launches import (
     Admit,
     AllocateCache,
     DraftLaunch,
+    DropWeights,
     Flush,
     Launch,
     Move,
     MoveExpert,
     Pending,
+    PutWeights,
     ReadExperts,
     ReadPages,
     ReadRouted,
     ReleaseCache,
+    RestoreWeights,
     Runner,
+    Score,
     StepLaunch,
     Update,
     WritePages,
@@ -45,6 +50,7 @@ PLAIN = StepKey(4, 3, 1, SamplingMode())
 CHUNKED = StepKey(4, 3, 1, SamplingMode(), tokens=2, prompts=1)
 STRUCTURED = StepKey(4, 3, 1, SamplingMode(structured=True))
 RANKED = StepKey(4, 3, 1, SamplingMode(), kept=1)
+SCORE = ScoreKey(1, 8, (2, -2))
 DRAFTS = np.arange(12).reshape(4, 3)
 
 
@@ -174,6 +180,10 @@ LAUNCHES: tuple[Launch[Any], ...] = (
     MoveExpert(1, 7, 2, np.arange(16, dtype=np.int32).reshape(8, 2)),
     ReleaseCache(),
     AllocateCache(),
+    Score(SCORE, np.arange(8, dtype=np.int32).reshape(1, 8)),
+    DropWeights("draft", True),
+    RestoreWeights("draft"),
+    PutWeights("weights", 3, np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)),
 )
 
 
@@ -190,8 +200,9 @@ def test_every_operation_is_repeated_in_order(pair):
         seen.append(None if drafts is None else drafts.tolist())
         return np.full((4, 4, 600), 2**32 - 1 - len(seen), np.uint32)
 
-    runner.compile([PLAIN, CHUNKED, STRUCTURED, RANKED, DraftKey(2, 1)], lambda i, n: seen.append((i, n)))
-    assert seen == [(i, 5) for i in range(1, 6)]
+    keys = [PLAIN, CHUNKED, STRUCTURED, RANKED, DraftKey(2, 1), SCORE]
+    runner.compile(keys, lambda i, n: seen.append((i, n)))
+    assert seen == [(i, 6) for i in range(1, 7)]
     seen.clear()
     pending = [runner.do(launch, masks) for launch in LAUNCHES]
     assert seen == [None, DRAFTS.tolist()]
@@ -199,7 +210,7 @@ def test_every_operation_is_repeated_in_order(pair):
     pair.finish()
     assert pair.there.log == pair.here.log
     assert len(pair.here.log) == len(LAUNCHES) + 2
-    assert pair.there.keys == pair.here.keys == [PLAIN, CHUNKED, STRUCTURED, RANKED, DraftKey(2, 1)]
+    assert pair.there.keys == pair.here.keys == keys
     assert pair.ends.empty()
 
 

@@ -15,8 +15,8 @@ from mtp_jax.model.config import ModelConfig
 from tests import golden, tiny_tokenizer, v4
 from tests.examples import medusa
 from tests.hosts.ranks import ranks
-from tests.hosts.worker import complete, draft_and_again
-from tests.models import TINY, tiny_params
+from tests.hosts.worker import complete, draft_and_again, scored_and_updated
+from tests.models import TINY, rigged, tiny_params
 
 # One bucket of pages, of slots and of chunks: every process compiles every program.
 SIZES = {"max_num_seqs": 2, "max_model_len": 60, "page_size": 64, "prefill_chunk": 16, "dtype": "float32"}
@@ -24,11 +24,12 @@ PROMPTS = [[5, 9, 11, 7], [3, *range(20, 46)], [40, 41, 42]]
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SAMPLED = {"temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.3, "max_tokens": 12, "ignore_eos": True}
 SHAPED = {"temperature": 0, "max_tokens": 12, "regex": "[0-9]{4,9}"}
+ECHOED = {**SHAPED, "prompt_logprobs": 0}
 ALL_GREEDY = {"prompts": PROMPTS, "params": [GREEDY] * 3}
 # Greedy and sampled rows side by side.
 MIXED = {"prompts": PROMPTS, "params": [{**SAMPLED, "seed": 1}, GREEDY, {**SAMPLED, "seed": 2}]}
 STRUCTURED = {"prompts": [[5, 6], [7, 8, 9]], "params": [SHAPED, GREEDY]}
-ONE = {"prompts": [[5, 6]], "params": [SHAPED]}
+ONE = {"prompts": [PROMPTS[0]], "params": [ECHOED]}
 
 
 # Most that the processes may take.
@@ -55,11 +56,12 @@ def check(
     of_many: dict[str, Any] | None = None,
     seconds: float = _SECONDS,
     memory: Sequence[int] = (),
+    other: Path | None = None,
 ) -> list[str]:
     """Over so many processes and in this one: the same ids, and drafts that were accepted.
 
-    of_many: options of the former alone. memory: bytes that a device of each rank seems to have. Returns the
-    texts that the ranks printed.
+    of_many: options of the former alone. memory: bytes that a device of each rank seems to have. other:
+    weights that replace the model's. Returns the texts that the ranks printed.
     """
     llm = {**SIZES, **llm, "model": str(model)}
     plan = {
@@ -67,6 +69,7 @@ def check(
         "llm": llm | (of_many or {}),
         "jobs": jobs,
         "draft": PROMPTS[0],
+        "other": other and str(other),
         "out": str(out / "found.json"),
     }
     arguments = ["-m", "tests.hosts.worker", "HOSTS", "RANK", "COORDINATOR", json.dumps(plan)]
@@ -78,6 +81,10 @@ def check(
     assert all("replayed" in text for text in texts[1:])
     alone = LLM(**llm, compile_cache=None)
     wanted = [*complete(alone, jobs), *draft_and_again(alone, PROMPTS[0], jobs)]
+    if other:
+        wanted += scored_and_updated(alone, PROMPTS[0], jobs, str(other))
+        before, after = wanted[-4:-2]
+        assert before != after
     found = json.loads((out / "found.json").read_text())
     assert [ids for ids, _ in found] == [ids for ids, _ in wanted]
     assert all(accepted > 0 for _, accepted in found)
@@ -88,13 +95,15 @@ def check(
 def test_a_greedy_structured_request(tmp_path):
     """With the experts of its one layer; then a draft, and the same again after the cache was given back.
 
-    Rank 1 has less memory: its share is the cache's size on both.
+    Then scores, and both with other weights. Rank 1 has less memory: its share is the cache's size on both.
     """
-    model = written(replace(TINY, num_hidden_layers=1, first_k_dense_replace=0), tmp_path / "model")
-    asking = {**ONE, "params": [{**SHAPED, "routed_experts": True}]}
+    cfg = replace(TINY, num_hidden_layers=1, first_k_dense_replace=0)
+    model, other = written(cfg, tmp_path / "model"), tmp_path / "other"
+    save_checkpoint(other, cfg, rigged(cfg, seed=9), "float32")
+    asking = {**ONE, "params": [{**ECHOED, "routed_experts": True}]}
     own = {"num_speculative_tokens": 1, "return_routed_experts": True}
     share, memory = {"memory_fraction": 0.5}, (40_000_000, 20_000_000)
-    texts = check(model, tmp_path, own, [asking], of_many=share, memory=memory)
+    texts = check(model, tmp_path, own, [asking], of_many=share, memory=memory, other=other)
     (more, agreed), (less, found) = (
         [list(map(int, pair)) for pair in re.findall(r"offered (\d+), agreed (\d+)", text)][-1]
         for text in texts

@@ -1,7 +1,8 @@
 """One rank of a group that completes prompts: ``python -m tests.hosts.worker HOSTS RANK COORDINATOR JSON``.
 
 JSON: ``mesh``, ``llm`` (options), ``jobs`` (prompts and sampling parameters), ``out`` (a file for what rank 0
-got), ``draft`` (a prompt to draft after), ``loop`` (go on until it is ended).
+got), ``draft`` (a prompt to draft after), ``other`` (a folder of other weights), ``loop`` (go on until it is
+ended).
 
 WORKER_MEMORY in the environment: bytes that each of its devices seems to have.
 """
@@ -15,8 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 from mtp_jax import LLM, Group, Hosts, SamplingParams, StructuredOutput, follow, join, make_mesh
 from mtp_jax.api import cache_size
+from mtp_jax.decode import weights
 from mtp_jax.decode.runner import LocalRunner
 from mtp_jax.hosts.channel import Channel
 from mtp_jax.model.room import Room
@@ -44,7 +49,8 @@ def complete(llm: LLM, jobs: list[dict[str, Any]]) -> list[Any]:
         )
         experts = [o.outputs[0].routed_experts for o in outputs]
         ids += [chosen.tolist() for chosen in experts if chosen is not None]
-        found.append([ids, accepted])
+        ranks = [[p.rank for t in o.prompt_logprobs or () for p in (t or {}).values()] for o in outputs]
+        found.append([ids + [r for r in ranks if r], accepted])
         seconds, programs = time.perf_counter() - compiled, len(llm.engine.runner.keys)
         print(
             f"{programs} programs: {compiled - began:.1f} s; {llm.engine.launches} launches: {seconds:.1f} s"
@@ -58,6 +64,29 @@ def draft_and_again(llm: LLM, prompt: list[int], jobs: list[dict[str, Any]]) -> 
     llm.release_memory(["cache"])
     llm.resume_memory()
     return [[[drafts.token_ids], len(drafts.token_ids)], *complete(llm, jobs[:1])]
+
+
+def scored_and_updated(llm: LLM, prompt: list[int], jobs: list[dict[str, Any]], other: str) -> list[Any]:
+    """Scores, hidden states; with other weights too, and the first job, again after these were released.
+
+    Arrays of several rows travel in pieces.
+    """
+
+    def scored() -> list[Any]:
+        scores = llm.score(prompt)
+        best = [a.argmax(axis=-1).tolist() for a in (scores.logits, *scores.mtp_logits)]
+        (last,) = llm.hidden_states(prompt, [-1])
+        assert np.abs(last - scores.hidden[-1]).max() < 1e-4 * np.abs(last).max()
+        return [best, len(prompt)]
+
+    found = [scored()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "_PIECE", 1000)
+        llm.update_weights(other, weight_version="other", probe=())
+    found += [scored(), *complete(llm, jobs[:1])]
+    llm.release_memory(["weights", "draft"])
+    llm.resume_memory()
+    return [*found, *complete(llm, jobs[:1])]
 
 
 def _breakable() -> None:
@@ -106,6 +135,8 @@ def main(hosts: str, rank: str, coordinator: str, given: str) -> None:
         found = complete(llm, plan.get("jobs", []))
         if "draft" in plan:
             found += draft_and_again(llm, plan["draft"], plan["jobs"])
+        if plan.get("other"):
+            found += scored_and_updated(llm, plan["draft"], plan["jobs"], plan["other"])
         if "out" in plan:
             Path(plan["out"]).write_text(json.dumps(found))
         while plan.get("loop"):
