@@ -29,11 +29,14 @@ from llguidance.numpy import (
 
 from mtp_jax.errors import Overloaded, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
-from mtp_jax.text.compile_grammar import CompiledGrammar
+from mtp_jax.text.compile_grammar import CompiledGrammar, TokenTable
+from mtp_jax.text.dialects import is_lark, of_ebnf, token_ids
 from mtp_jax.text.json_schema import check_schema, in_full
 from mtp_jax.text.plain_text import token_table
+from mtp_jax.text.structural_tags import tag_grammar
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tokenizer import Tokenizer
+from mtp_jax.text.tools.rules import Vocabulary
 from mtp_jax.text.trial import MEMORY, SECONDS, TURN_SECONDS, Trials
 
 MAX_GRAMMAR_LENGTH = 2**16
@@ -42,6 +45,7 @@ MAX_GRAMMAR_LENGTH = 2**16
 WORD = 32
 """Tokens per word of a packed mask: token t is bit t % 32 of word t // 32."""
 
+_FORMS = ("json_schema", "regex", "choice", "lark", "ebnf", "structural_tag")
 _LONGEST_TEXT = 4 * MAX_GRAMMAR_LENGTH  # of a schema with its indents, before it is parsed
 _CACHED_GRAMMARS = 64
 _CACHED_BYTES = 2 * MEMORY  # so that the largest allowed grammar does not empty the cache
@@ -68,6 +72,9 @@ class StructuredOutput:
             checked here. It gives tokens by their ids (<[7]>), which must be added tokens, such as special
             tokens. Or a function that writes one: the thread that compiles it calls it with whether the
             output begins inside a thought, which the grammar then has to allow.
+        ebnf: a grammar in the EBNF of llama.cpp (GBNF), with a rule "root".
+        structural_tag: text in which tags hold JSON or expressions (``text/structural_tags.py``): an object,
+            or its text.
     """
 
     json_schema: JsonMapping | str | None = None
@@ -75,32 +82,58 @@ class StructuredOutput:
     regex: str | None = None
     choice: Sequence[str] | None = None
     lark: str | Callable[[bool], str] | None = None
+    ebnf: str | None = None
+    structural_tag: JsonMapping | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise RequestError(f"json_object = {self.json_object!r}; expected True or False")
-        given = [
-            name for name in ("json_schema", "regex", "choice", "lark") if getattr(self, name) is not None
-        ]
+        given = [name for name in _FORMS if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             raise RequestError(
-                f"a structured output names {given or 'nothing'}; give exactly one of json_schema, "
-                "json_object=True, regex, choice, lark"
+                f"a structured output names {given or 'nothing'}; give exactly one of {', '.join(_FORMS)}, "
+                "json_object=True"
             )
-        if not callable(self.lark):
+        if self.ebnf is not None:  # converted where it is compiled
+            _check_length("ebnf", len(_text(self.ebnf)))
+        elif self.structural_tag is not None:
+            _check_length("structural_tag", len(json.dumps(self._tags)))
+        elif not callable(self.lark):
             _check_length(given[0], len(self.grammar))
 
-    def behind(self, thinking: bool, close: int | None) -> str:
+    @classmethod
+    def of_grammar(cls, text: str) -> "StructuredOutput":
+        """The form that a grammar describes, in Lark's syntax or in EBNF."""
+        return cls(lark=text) if is_lark(text) else cls(ebnf=text)
+
+    def behind(self, thinking: bool, close: int | None, added: Callable[[str], int | None]) -> str:
         """The grammar, in llguidance's form, of an output that begins inside a thought, or not.
 
-        close: the token that ends thoughts, or None where that is text. Raises RequestError.
+        close: the token that ends thoughts, or None where that is text. added: the id of a tag that is a
+        token of its own. Raises RequestError.
         """
         if callable(self.lark):
             return self.lark(thinking)
+        lark = self.lark
+        if self.ebnf is not None:
+            lark = of_ebnf(self.ebnf)
+        elif self.structural_tag is not None:
+            lark = tag_grammar(self._tags, Vocabulary(added, embedded, MAX_GRAMMAR_LENGTH))
         if not thinking:
-            return self.grammar
-        return _behind_thought(self.grammar if self.lark is None else self.lark, self.lark is None, close)
+            return self.grammar if lark is None else lark
+        return _behind_thought(self.grammar if lark is None else lark, lark is None, close)
+
+    @property
+    def _tags(self) -> JsonMapping:
+        given = self.structural_tag
+        try:
+            found = json.loads(_text(given)) if isinstance(given, str) else given
+        except ValueError as error:
+            raise RequestError(f"structural_tag is not JSON: {error}") from error
+        if not isinstance(found, Mapping):
+            raise RequestError(f"structural_tag is a {type(found).__name__}; expected an object")
+        return found
 
     @functools.cached_property
     def grammar(self) -> str:
@@ -241,7 +274,7 @@ class Grammars:
         """vocab_size: the model's; ids without a token are never allowed. eos_ids: one id or more."""
         self.words = -(-vocab_size // WORD)
         self._eos, self.backend, self.thoughts = eos_ids[0], tokenizer.backend, tokenizer.thoughts
-        self._table = token_table(tokenizer, vocab_size, eos_ids)
+        self._table, self._added = token_table(tokenizer, vocab_size, eos_ids), tokenizer.added_id
         self._executor, self._trials = LLExecutor(), Trials(self._table)
         self._preparing = threading.Lock()
         # Every request starts from a copy of the compiled grammar; the most recently used is at the end.
@@ -267,7 +300,15 @@ class Grammars:
         for token in stop_ids:
             stops[token // WORD] |= np.uint32(1 << token % WORD)
         close = self.backend.token_to_id(Thoughts.CLOSE)
-        return Matcher(self._compiled(wanted.behind(self.thinks(prompt), close)), stops)
+        if isinstance(wanted.lark, str):
+            self._check_tokens(wanted.lark)
+        return Matcher(self._compiled(wanted.behind(self.thinks(prompt), close, self._added)), stops)
+
+    def _check_tokens(self, lark: str) -> None:
+        """Raise RequestError for tokens that have text, which a draft could not name."""
+        for token in token_ids(lark):
+            if token >= len(self._table.tokens) or self._table.tokens[token] != TokenTable.tag(token):
+                raise RequestError(f"lark names <[{token}]>, which is no special token; write its text")
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thought, which the output begins with."""

@@ -25,6 +25,7 @@ from serve.bodies.counting import Objects
 MAX_N = 128
 MAX_PROMPTS = 1024
 _MOST_STOPS = 32
+_MOST_STRUCTURES = 1024
 _MOST_IDS = 1024
 _SHOWN_CHARACTERS = 60
 MOST_SCORES = 2**22
@@ -217,9 +218,12 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """OpenAI's ``response_format``; other servers take the schema without an object around it."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
+    format: JsonObject | None = None
+    structures: Annotated[list[JsonObject], Field(fail_fast=True, max_length=_MOST_STRUCTURES)] | None = None
+    triggers: Annotated[list[Text], Field(fail_fast=True, max_length=_MOST_STRUCTURES)] | None = None
 
     @model_validator(mode="after")
     def _matches(self) -> "ResponseFormat":
@@ -229,7 +233,15 @@ class ResponseFormat(Body):
             raise ValueError("the type json_schema needs json_schema, an object with the schema in it")
         if self.type == "text" and self.wanted is not None:
             raise ValueError("schema: not with the type text; use the type json_schema")
+        if (self.type == "structural_tag") != bool(self.tags):
+            raise ValueError("the type structural_tag, and no other, has format, or structures and triggers")
         return self
+
+    @property
+    def tags(self) -> JsonObject:
+        """The description of structural tags; empty: there is none."""
+        found = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def wanted(self) -> JsonObject | None:
@@ -243,14 +255,17 @@ class Structured(Body):
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
+    grammar: Text | None = None
+    structural_tag: Schema | None = None
     json_object: bool | None = None
 
     @model_validator(mode="after")
     def _names_one(self) -> "Structured":
-        given = [name for name in ("json_", "regex", "choice") if getattr(self, name) is not None]
+        names = ("json_", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in names if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
-            names = [name.strip("_") for name in given] or sorted(self.model_extra or {}) or ["nothing"]
-            shown = ", ".join(names)[:_SHOWN_CHARACTERS]
-            raise ValueError(f"got {shown}; give exactly one of json, regex, choice and json_object")
+            got = [name.strip("_") for name in given] or sorted(self.model_extra or {}) or ["nothing"]
+            shown, known = ", ".join(got)[:_SHOWN_CHARACTERS], ", ".join(n.strip("_") for n in names)
+            raise ValueError(f"got {shown}; give exactly one of {known} and json_object")
         return self

@@ -47,20 +47,22 @@ class NativeSampling(Sampling):
     no_stop_trim: bool | None = None
     json_schema: Schema | None = None
     regex: Text | None = None
-    ebnf: Any = None
-    structural_tag: Any = None
+    ebnf: Text | None = None
+    structural_tag: Schema | None = None
 
     @model_validator(mode="after")
     def _applies(self) -> "NativeSampling":
-        if self.ebnf is not None or self.structural_tag is not None:
-            raise ValueError("ebnf, structural_tag: not supported; use json_schema or regex")
-        if self.json_schema is not None and self.regex is not None:
-            raise ValueError("json_schema: not with regex; leave one of them out")
-        if (self.json_schema is not None or self.regex is not None) and self.structured_outputs is not None:
-            raise ValueError("structured_outputs: not with json_schema or regex; leave one of them out")
+        if len(given := [*self.form, *(["structured_outputs"] if self.structured_outputs else [])]) > 1:
+            raise ValueError(f"{given[0]}: not with {given[1]}; leave one of them out")
         if self.speculative is not None and self.speculative.metrics is not None:
             raise ValueError("speculative.metrics: not on this route, see meta_info; leave it out")
         return self
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The form of the output under SGLang's name for it; empty: any."""
+        names = ("json_schema", "regex", "ebnf", "structural_tag")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ class Ask:
     def params(self, stream: bool | None, defaults: JsonMapping) -> SamplingParams:
         """The engine's parameters; ``defaults``: values for fields not given. Raises RequestError."""
         p = self.sampling
-        structured = None
-        if p.json_schema is not None or p.regex is not None:
-            structured = Structured.model_validate({"json": p.json_schema, "regex": p.regex})
+        other = {"json_schema": "json", "ebnf": "grammar"}
+        form = {other.get(name, name): value for name, value in p.form.items()}
+        structured = Structured.model_validate(form) if form else None
         renamed = {
             "min_tokens": p.min_new_tokens,
             "seed": p.sampling_seed,

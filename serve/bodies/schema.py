@@ -148,12 +148,19 @@ class Sampling(Refusing):
         if kind is not None and own is not None:
             raise RequestError("give either response_format or structured_outputs, not both")
         if kind is not None:
+            if kind.tags:
+                return StructuredOutput(structural_tag=kind.tags)
             if kind.wanted is not None:
                 return StructuredOutput(json_schema=kind.wanted)
             return StructuredOutput(json_object=True)
         if own is None:
             return None
-        return StructuredOutput(own.json_, own.json_object or False, own.regex, own.choice)
+        if own.grammar is not None:
+            return StructuredOutput.of_grammar(own.grammar)
+        tags = own.structural_tag
+        return StructuredOutput(
+            own.json_, own.json_object or False, own.regex, own.choice, structural_tag=tags
+        )
 
 
 class CallBody(Sampling):

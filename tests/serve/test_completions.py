@@ -1,6 +1,7 @@
 """/v1/completions: what comes back is what LLM.generate gives, in OpenAI's shapes."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -366,9 +367,9 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
             "structured_outputs.json: Input should be",
         ),
         (
-            {"structured_outputs": {"grammar": "root ::= 'a'"}},
+            {"structured_outputs": {"lark": "start: 'a'"}},
             "structured_outputs",
-            "structured_outputs: got grammar; give exactly one of json, regex, choice and json_object",
+            "structured_outputs: got lark; give exactly one of json, regex, choice, grammar, structural_tag",
         ),
         (
             {"structured_outputs": {"json": {}, "regex": "a"}},
@@ -423,6 +424,31 @@ def test_structured_output_keeps_speculation(client):
     plain = post(client, **body, speculative={"enabled": False})
     assert plain["choices"][0]["text"] == answer["choices"][0]["text"]
     assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
-    for kind, allowed in (({"regex": "[ab]{3}"}, None), ({"choice": ["yes", "no"]}, ("yes", "no"))):
+    tags = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[ab]{2}"}, "end": ">"}
+    kinds = {
+        "[ab]{3}": {"regex": "[ab]{3}"},
+        "yes|no": {"choice": ["yes", "no"]},
+        "(a|b)c": {"grammar": 'root ::= ("a" | "b") "c"'},
+        "x[0-9]": {"grammar": 'start: "x" /[0-9]/'},
+        "<[ab]{2}>": {"structural_tag": json.dumps({"type": "structural_tag", "format": tags})},
+    }
+    for pattern, kind in kinds.items():
         text = post(client, temperature=0, structured_outputs=kind)["choices"][0]["text"]
-        assert text in allowed if allowed else (len(text) == 3 and set(text) <= {"a", "b"})
+        assert re.fullmatch(pattern, text)
+        off = post(client, temperature=0, structured_outputs=kind, speculative={"enabled": False})
+        assert off["choices"][0]["text"] == text
+    form = {"type": "structural_tag", "format": tags}
+    assert re.fullmatch("<[ab]{2}>", post(client, response_format=form)["choices"][0]["text"])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        ({"grammar": "root := 'a'"}, "ebnf is not valid: Expected ::="),
+        ({"grammar": "start: missing"}, "the structured output cannot be compiled"),
+        ({"structural_tag": "{"}, "structural_tag is not JSON"),
+        ({"structural_tag": {"format": {"type": "x"}}}, "structural_tag: a format of the type 'x'"),
+    ],
+)
+def test_a_wrong_grammar_is_refused(client, grammar, told):
+    assert told in post(client, 400, structured_outputs=grammar)["error"]["message"]

@@ -116,6 +116,8 @@ FORM = {"schema": {"type": "object"}}
             "without schema beside",
         ),
         (CHAT, "response_format", {"type": "text", **FORM}, "not with the type text"),
+        (CHAT, "response_format", {"type": "structural_tag"}, "has format, or structures and triggers"),
+        (CHAT, "response_format", {"type": "json_object", "format": {}}, "and no other, has format"),
         (CHAT, "extra_body", {"top_k": 3}, "beside the others"),
         (CHAT, "messages", [{"role": "assistant", "function_call": {"name": "f"}}, USER], "use tool_calls"),
         ("/v1/completions", "prompt_embeds", "AA", "send token ids"),

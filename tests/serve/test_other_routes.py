@@ -89,7 +89,8 @@ def test_generate_scores_tokens_as_sglang_does(client, fresh, stream):
         {"text": "a", "return_logprob": True, "logprob_start_len": -2},
         {"input_ids": [160]},
         {"text": "a", "sampling_params": {"speculative": {"metrics": "summary"}}},
-        {"text": "a", "sampling_params": {"ebnf": "root ::= 'a'"}},
+        {"text": "a", "sampling_params": {"ebnf": "root := 'a'"}},
+        {"text": "a", "sampling_params": {"ebnf": 'root ::= "a"', "structural_tag": "{}"}},
         {"text": "a", "sampling_params": {"regex": "a", "json_schema": "{}"}},
         {"text": "a", "sampling_params": {"regex": "a", "structured_outputs": {"choice": ["a"]}}},
     ],
@@ -100,7 +101,12 @@ def test_generate_refuses(client, body):
 
 @pytest.mark.parametrize(
     ("constraint", "wanted"),
-    [({"regex": "[0-9]{3}"}, r"[0-9]{3}"), ({"json_schema": '{"type": "boolean"}'}, "true|false")],
+    [
+        ({"regex": "[0-9]{3}"}, r"[0-9]{3}"),
+        ({"json_schema": '{"type": "boolean"}'}, "true|false"),
+        ({"ebnf": 'root ::= "x" [0-9]'}, "x[0-9]"),
+        ({"structural_tag": '{"format": {"type": "const_string", "value": "ab"}}'}, "ab"),
+    ],
 )
 def test_generate_takes_sglangs_constraints(client, constraint, wanted):
     body = {"text": "a", "model": "tiny", "sampling_params": {"temperature": 0, **constraint}}

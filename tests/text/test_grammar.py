@@ -59,6 +59,44 @@ LANGUAGES: dict[str, tuple[StructuredOutput, set[str]]] = {
         {str(i) for i in range(8, 113)},
     ),
     "enum": (StructuredOutput(json_schema='{"enum": ["a4", true, null]}'), {'"a4"', "true", "null"}),
+    "lark": (StructuredOutput.of_grammar('start: "a" (B | "cd")\nB: /b{1,2}/'), {"ab", "abb", "acd"}),
+    "ebnf": (
+        StructuredOutput.of_grammar('root ::= "x" digit{1,2} | "(" in ")"\ndigit ::= [1-3]\nin ::= "a"?'),
+        {f"x{a}{b}" for a in "123" for b in ("", *"123")} | {"(a)", "()"},
+    ),
+    "tags": (
+        StructuredOutput(
+            structural_tag={
+                "format": {
+                    "type": "tags_with_separator",
+                    "at_least_one": True,
+                    "stop_after_first": True,
+                    "separator": ",",
+                    "tags": [
+                        {"begin": "<a>", "content": {"type": "regex", "pattern": "x/?"}, "end": "</a>"},
+                        {
+                            "begin": "[",
+                            "content": {
+                                "type": "or",
+                                "elements": [
+                                    {"type": "json_schema", "json_schema": {"enum": [1, 20]}},
+                                    {
+                                        "type": "sequence",
+                                        "elements": [
+                                            {"type": "const_string", "value": "b"},
+                                            {"type": "const_string", "value": "/c"},
+                                        ],
+                                    },
+                                ],
+                            },
+                            "end": "]",
+                        },
+                    ],
+                }
+            }
+        ),
+        {"<a>x</a>", "<a>x/</a>", "[1]", "[20]", "[b/c]"},
+    ),
 }
 
 
