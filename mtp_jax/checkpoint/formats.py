@@ -345,7 +345,7 @@ class _InNvfp4:
         rows = [replace(of, axes=(*of.axes[:-1], None)) for of in (times, over)]
         scale = columns_spec(spec, _ending(nvfp4.SCALE), inputs // NVFP4_GROUP)
         wholes = [Kept(of, DTYPES["F32"]) for of in rows]
-        return Kept(codes, DTYPES["U8"]), *wholes, Kept(scale, DTYPES["F8_E4M3"])
+        return Kept(codes, DTYPES["U8"]), *wholes, Kept(scale, DTYPES["U8"])
 
     def block(self, arrays: Sequence[Kept]) -> tuple[int, int]:
         return 1, NVFP4_GROUP

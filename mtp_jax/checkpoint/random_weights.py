@@ -29,8 +29,8 @@ from mtp_jax.model.sharding import check_divisible, partition, sharded
 # either sign.
 _INT4_SIZE = math.sqrt(np.mean(np.square(np.arange(-8.0, 8))))
 _FP4_SIZE = math.sqrt(np.mean(np.square([0, 0.5, 1, 1.5, 2, 3, 4, 6])))
-_FP4_ONE = 127
-"""The exponent of an FP4 scale of 1."""
+_FP4_ONE, _E4M3_ONE = 127, 0x38
+"""The exponent of an FP4 scale of 1, and the byte of an NVFP4 scale of 1."""
 _SEED = 0
 # One operation of XLA, while JAX's default generator is about a hundred: half of a program's compilation.
 _IMPL = "unsafe_rbg"
@@ -111,7 +111,7 @@ def _weight(key: np.ndarray, leaf: Any, experts: int) -> Any:
             exponents = _full(leaf.exponents, _FP4_ONE + round(math.log2(size / _FP4_SIZE)))
             whole, made = leaf.codes, Fp4(_random_like(key, leaf.codes), exponents)
         case Nvfp4():
-            scale = _full(leaf.scale, 1.0)
+            scale = _full(leaf.scale, _E4M3_ONE)
             wholes = _full(leaf.times, size / _FP4_SIZE), _full(leaf.over, 1.0)
             whole, made = leaf.codes, Nvfp4(_random_like(key, leaf.codes), *wholes, scale)
         case _:

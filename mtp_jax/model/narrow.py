@@ -181,7 +181,7 @@ class Nvfp4(_Packed):
         codes: uint8 [*o, i / 2]: two values, the low four bits first.
         times, over: float32 [*o, 1]: the factor and the divisor of the row's scales; one of them is 1, as a
             layout has.
-        scale: float8_e4m3fn [*o, i / 16].
+        scale: uint8 [*o, i / 16], the bytes of e4m3: XLA on a CPU would widen a whole stack of e4m3.
     """
 
     codes: Any
@@ -198,7 +198,8 @@ class Nvfp4(_Packed):
         """Values times the scale of their group, which is rounded to float32 first."""
         # XLA would multiply by the inverse of a divisor that it sees to be the same in a whole row.
         over = jax.lax.optimization_barrier(jnp.broadcast_to(self.over, self.scale.shape))
-        spread = self.scale.astype(jnp.float32) * self.times / over
+        scale = e4m3_of_bits(self.scale.astype(jnp.int8)) * E4M3_UNIT
+        spread = scale * self.times / over
         halves = _e2m1_of_codes(self.codes).reshape(*self.scale.shape, -1) * 2.0**_E2M1_UNIT
         return (halves * spread[..., None]).astype(dtype).reshape(self.shape)
 

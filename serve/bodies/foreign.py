@@ -68,6 +68,9 @@ _TABLE: dict[str, dict[str, tuple[object, ...]]] = {
         ("lora_path", "lora_request", "adapter", "adapter_id", "adapters", "models", "route"), ()
     ),
     "use /hidden_states": {"return_hidden_states": ()},
+    "use /generate, which has it beside sampling_params": {
+        "return_routed_experts": (), "routed_experts_start_len": (0,),
+    },
     "leave it out: the server itself finds pages that others have": {
         "kv_transfer_params": (), "bootstrap_host": (), "bootstrap_room": (),
     },

@@ -42,6 +42,7 @@ REFUSED = {
     "vllm_xargs": {"a": 1},
     "custom_logit_processor": "x",
     "return_hidden_states": True,
+    "return_routed_experts": True,
     "do_sample": False,
     "num_beams": 4,
     "guided_json": {},
@@ -52,7 +53,8 @@ REFUSED = {
 NEUTRAL = {
     "typical_p": 1, "dry_multiplier": 0.0, "xtc_probability": 0, "mirostat": 0, "top_a": 0, "tfs_z": 1.0,
     "top_n_sigma": -1, "samplers": [], "best_of": 1, "lora_path": None, "models": [], "route": "",
-    "return_hidden_states": False, "do_sample": True, "num_beams": 1, "length_penalty": 1.0,
+    "return_routed_experts": False, "return_hidden_states": False, "do_sample": True, "num_beams": 1,
+    "length_penalty": 1.0,
     "modalities": ["text"], "kv_transfer_params": None, "include_reasoning": True, "separate_reasoning": True,
     "reasoning_format": "auto", "return_tokens_as_token_ids": False, "stop_regex": None,
 }  # fmt: skip
