@@ -155,11 +155,17 @@ class Backend:
         place = PagedPlace(paged, per_slot, cfg.row, self.write_rows)
         run = sharded(partial(kind.over, cfg), self.mesh, (*specs, place), (heads, per_slot, paged))
         shapes, contexts, choices = [v.shape for v in views], [], []
-        # No part writes rows that another part sees.
-        for view, given, chosen in zip(
-            views, split_tree(asked, shapes, self.mesh), choice or (None,) * len(views), strict=True
-        ):
-            own = replace(view.unpacked(given), chosen=chosen)
+        asking = [v.unpacked(a) for v, a in zip(views, split_tree(asked, shapes, self.mesh), strict=True)]
+        if len(asking) > 1 and isinstance(cache, LayerCache):
+            # No part writes rows that another part sees. Rows that are written while another part may still
+            # read would cost a copy of all pages.
+            for view, part in zip(views, asking, strict=True):
+                if part.entries is not None:
+                    rows = cache.stored(part.entries, cfg.row)
+                    cache = self.write(cache, rows, view.page_table, view.written)
+            asking = [replace(part, entries=None) for part in asking]
+        for view, part, chosen in zip(views, asking, choice or (None,) * len(views), strict=True):
+            own = replace(part, chosen=chosen)
             place = replace(place, cache=cache, view=replace(view, packing=None))
             context, chosen, cache = run(own, w, place)
             contexts.append(view.packed(context))

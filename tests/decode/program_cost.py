@@ -106,6 +106,7 @@ def cases() -> dict[str, Case]:
         "demo": Case(demo, bf16, 1, 3, GREEDY),
         "demo-undrafted": Case(demo, bf16, 1, 0, GREEDY),
         "demo-sampled": Case(demo, bf16, 8, 3, SAMPLED),
+        "demo-chunk": Case(demo, bf16, 8, 3, SAMPLED, 256),
         "dense-bf16": Case(dense, bf16, 1, 3, GREEDY),
         "moe-fp8": Case(moe, fp8, 1, 3, GREEDY),
     }
