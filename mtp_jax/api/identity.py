@@ -9,8 +9,10 @@ from pathlib import Path
 
 import jax
 
-from mtp_jax.checkpoint.digest import beside, digest, folder_digest, tensors_of
+from mtp_jax.api.compile_cache import compile_cache
+from mtp_jax.checkpoint.digest import beside, digest, tensors_of
 from mtp_jax.checkpoint.folder import Folder
+from mtp_jax.checkpoint.kept_digest import weights_digest
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import CheckpointError
 from mtp_jax.hosts.hello import versions
@@ -91,7 +93,7 @@ class Identity:
     """The digests of the weights in memory, which change with them. Any thread may ask."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Starts to read the folders that the weights are from, beside everything else."""
+        """Starts to read the folders that the weights are from, unless digests are kept of their files."""
         self._digests = beside(partial(_of_folders, folders))
         self._replaced: Digests | None = None
         self._whole = True
@@ -127,5 +129,5 @@ def digests_of(folder: Folder, draft: Folder | None, keep_draft: bool) -> Digest
 
 
 def _of_folders(folders: Sequence[Path]) -> Digests:
-    weights, *drafts = (folder_digest(folder, weights=True) for folder in folders)
+    weights, *drafts = (weights_digest(folder, compile_cache()) for folder in folders)
     return Digests(weights, drafts[0] if drafts else weights)

@@ -43,7 +43,7 @@ def folder_digest(folder: Path, weights: bool = False) -> str:
 
     weights: the tensors alone, where there are any. Raises CheckpointError.
     """
-    seen = _files(folder)
+    seen = files_of(folder)
     holds = any(name.match("*.safetensors") and len(name.parts) == 1 for name in seen)
     opened = open_folder(folder) if holds else Folder(folder, {})
     tensors, read = tensors_of(opened), {t.file.path for t in opened.tensors.values()}
@@ -54,11 +54,12 @@ def folder_digest(folder: Path, weights: bool = False) -> str:
 
 def folder_sizes(folder: Path) -> str:
     """Digest the names and sizes of all files that are not hidden; no file is opened."""
-    sizes = [(name.as_posix(), (folder / name).stat().st_size) for name in _files(folder)]
+    sizes = [(name.as_posix(), (folder / name).stat().st_size) for name in files_of(folder)]
     return hashlib.sha256(repr(sorted(sizes)).encode()).hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
+def files_of(folder: Path) -> list[Path]:
+    """Names of all files of a folder that are not hidden."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return [name for name in found if not any(part.startswith(".") for part in name.parts)]
 

@@ -68,7 +68,7 @@ class PageFiles:
     """
 
     def __init__(self, folder: Path, budget: int) -> None:
-        """Makes the folder if it is missing. Raises ConfigError."""
+        """Makes the folder if it is missing. Raises ConfigError where a file is in its place."""
         self.folder, self.budget, self.held = folder, budget, 0
         self.read_bytes = self.hits = self.missed = self.written = 0
         self.dropped: Counter[str] = Counter()
@@ -214,7 +214,7 @@ def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
 
 
 def _contents(path: Path, nbytes: int) -> np.ndarray | None:
-    """The bytes of a file; None if it has more or fewer, or is none. Raises OSError."""
+    """The bytes of a file; None if it has more or fewer, or is none. Raises OSError if it cannot be read."""
     # A pipe or a link in its place is not waited for, nor followed.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:

@@ -53,7 +53,10 @@ class TierStats:
 
 
 def host_tier(runner: Runner, budget: int, files: FilesOf | None) -> "HostTier | None":
-    """The tier of an engine, None without a budget. files: None: it has no files. Raises ConfigError."""
+    """The tier of an engine, None without a budget. files: None: it has no files.
+
+    Raises ConfigError for a folder of files that cannot be used.
+    """
     if not budget:
         return None
     return HostTier(MemoryStore(budget), runner, files)
@@ -154,7 +157,7 @@ class HostTier:
         self._arriving |= dict.fromkeys(digests, future)
 
     def _file(self, digests: Sequence[bytes], pending: Pending[PageData], kind: PageKind | None) -> None:
-        """kind: the kind of the pages, where files are to have them."""
+        """Copy pages to the store. kind: their kind, where files are to have them."""
         try:
             for digest, page in zip(digests, split(pending.read()), strict=True):
                 self.store.put(digest, page)

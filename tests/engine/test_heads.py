@@ -27,6 +27,7 @@ from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import golden, tiny_tokenizer
 from tests.eagle3 import forward
+from tests.engine.files import in_files, known, written
 from tests.examples import medusa
 from tests.golden import EAGLES, model_dir
 from tests.models import accepted, make_engine, on_mesh, serve
@@ -245,16 +246,22 @@ def test_a_mesh_changes_no_trees(variant: str, tree: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", HEADS)
-def test_pages_that_went_to_the_host_come_back_with_the_heads_part(variant: str):
-    engine, want = engine_of(variant, max_num_seqs=1, num_pages=6, host_cache_gib=0.01), expected(variant)
+def test_pages_that_went_to_the_host_and_to_files_come_back_with_the_heads_part(variant: str, tmp_path: Path):
+    sizes = {"max_num_seqs": 1, "num_pages": 6, "host_cache_gib": 0.01, **in_files(tmp_path)}
+    engine, other = (known(engine_of(variant, **sizes)) for _ in range(2))
+    want = expected(variant)
     prompt, params = job(variant, 3)
     serve(engine, [(prompt, params)], exactly=True)
     for step in (-1, -2):
         serve(engine, [(prompt[::step], params)], exactly=True)
     (request,) = serve(engine, [(prompt, params)], compiled=True)
     assert engine.stats().hits_by_tier["host"] == request.progress.cached_tokens == 16
-    assert request.progress.output == want["greedy_ids"].tolist()
-    assert accepted(request) == want["spec_accept.3"].tolist()
+    assert written(engine) > 0
+    (fetched,) = serve(other, [(prompt, params)], exactly=True)
+    assert other.stats().hits_by_tier["file"] == fetched.progress.cached_tokens == 16
+    for got in (request, fetched):
+        assert got.progress.output == want["greedy_ids"].tolist()
+        assert accepted(got) == want["spec_accept.3"].tolist()
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.sharding import make_mesh
 from mtp_jax.store.memory import MemoryStore
+from tests.engine.files import in_files, known, written
 from tests.engine.plain import widest
 from tests.models import (
     GREEDY,
@@ -60,22 +61,9 @@ def small(cfg: ModelConfig = TINY, pages: int = 1000, files: Path | None = None,
     bytes_per_page = local_runner(make_engine(params, cfg, **config)).page_bytes
     budget = pages * bytes_per_page / GIB
     make = make_engine if config or cfg is not TINY else widest
-    third = {"file_cache": files, "file_cache_gib": 0.1, "file_cache_seconds": 600} if files else {}
+    third = in_files(files) if files else {}
     engine = make(params, cfg, **{"num_pages": 6, "host_cache_gib": budget, **third, **config})
-    if engine.tier and engine.tier.files:
-        engine.tier.files.identity = lambda: "one model"
-    return engine
-
-
-def written(engine: Engine) -> int:
-    """Have all pages written that requests have left. Returns the number of files written."""
-    assert engine.tier
-    assert engine.tier.files
-    while engine.tier.save():
-        pass
-    engine.tier.forget([])  # waits for the pages on their way
-    engine.tier.files.settle()
-    return engine.tier.files.stats().written
+    return known(engine) if files else engine
 
 
 def store(engine: Engine) -> MemoryStore:

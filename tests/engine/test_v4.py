@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.params import Params
 from mtp_jax.model.sharding import make_mesh
 from tests import v4, v4_stages
+from tests.engine.files import in_files, known, written
 from tests.models import accepted, make_engine, on_mesh, serve, tiny_params
 from tests.rounding import near, of_model
 
@@ -139,8 +141,9 @@ def test_a_mesh_changes_nothing(cfg: ModelConfig, config: dict[str, Any]):
 
 
 @pytest.mark.slow
-def test_pages_that_went_to_the_host_come_back(cfg: ModelConfig):
-    engine = engine_of(cfg, max_num_seqs=1, num_pages=4, host_cache_gib=0.01)
+def test_pages_that_went_to_the_host_and_to_files_come_back(cfg: ModelConfig, tmp_path: Path):
+    sizes = {"max_num_seqs": 1, "num_pages": 4, "host_cache_gib": 0.01, **in_files(tmp_path)}
+    engine, other = (known(engine_of(cfg, **sizes)) for _ in range(2))
     (first,) = serve(engine, jobs(300), exactly=True)
     for begin in (50, 60):
         serve(engine, [([begin, *text()[:299]], GREEDY)], exactly=True)
@@ -148,6 +151,11 @@ def test_pages_that_went_to_the_host_come_back(cfg: ModelConfig):
     assert engine.stats().hits_by_tier["host"] == back.progress.cached_tokens == 256
     assert told([back]) == told([first])
     assert kept([back]) > 5
+    assert written(engine) > 0
+    (fetched,) = serve(other, jobs(300), exactly=True)
+    assert other.stats().hits_by_tier["file"] == fetched.progress.cached_tokens == 256
+    assert told([fetched]) == told([first])
+    assert kept([fetched]) > 5
 
 
 @pytest.mark.slow
