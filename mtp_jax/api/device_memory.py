@@ -12,8 +12,15 @@ from typing import Literal, get_args
 from mtp_jax.api.identity import Identity, NewWeights, digests_of
 from mtp_jax.checkpoint.folder import open_folder
 from mtp_jax.checkpoint.update import WeightSource, open_source, read_update
-from mtp_jax.decode.launches import AllocateCache, DropWeights, PutWeights, ReleaseCache, RestoreWeights
-from mtp_jax.decode.weights import WeightPart, pieces
+from mtp_jax.decode.launches import (
+    AllocateCache,
+    DropWeights,
+    PutWeights,
+    ReleaseCache,
+    RestoreWeights,
+    WeightPart,
+)
+from mtp_jax.decode.weights import pieces
 from mtp_jax.engine.engine import Engine
 from mtp_jax.errors import ConfigError, EngineStopped, RequestError
 from mtp_jax.model.config import ModelConfig

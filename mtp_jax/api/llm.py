@@ -87,7 +87,7 @@ class LLM:
         return f"LLM({shown(self.folders[0], self.engine.cfg, self.engine.config)})"
 
     def _make_engine(self, model: DescribedModel, seconds: float) -> Engine:
-        """seconds: of a simulated step."""
+        """seconds: time of a simulated step."""
         config = model.engine
         if not isinstance(model, LoadedModel):
             language = simulated_language(self.config, self._rates or (), self.tokenizer)

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -19,6 +19,8 @@ from mtp_jax.decode.keys import DraftKey, Key, ScoreKey, StepKey
 from mtp_jax.errors import ConfigError
 
 T = TypeVar("T")
+WeightPart = Literal["weights", "draft"]
+"""A part of the parameters: the trunk's, or the drafter's."""
 
 
 class Launch(Generic[T]):
@@ -176,7 +178,7 @@ class Score(Launch[Any]):
 class DropWeights(Launch[None]):
     """Free the trunk's weights or the drafter's. backup: keep a copy in the memory of each host."""
 
-    part: str
+    part: WeightPart
     backup: bool
 
 
@@ -186,7 +188,7 @@ class RestoreWeights(Launch[None]):
 
     flushes: ClassVar[bool] = False
 
-    part: str
+    part: WeightPart
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class PutWeights(Launch[None]):
     flushes: ClassVar[bool] = False
     dense: ClassVar[bool] = True
 
-    part: str
+    part: WeightPart
     begin: int
     rows: np.ndarray
 

@@ -138,31 +138,30 @@ class LocalRunner(DeviceRunner):
                 self.state = self.programs.update(self.state, keep, page_table)
             case launches.WritePages(shard, pages, data):
                 self._write_pages(shard, pages, data)
-            case launches.MoveExpert(layer, source, target, copies):
-                moe = self.programs.move_expert(moe_layers(self.params)[layer], source, target, copies)
-                self.params = with_moe_layer(self.params, layer, moe)
-            case launches.DropWeights() | launches.RestoreWeights() | launches.PutWeights():
-                self._change_weights(launch)
             case launches.ReleaseCache():
                 self.state = self._abstract
             case launches.AllocateCache():
                 self.state = empty_state(self._abstract)
             case _:
-                raise TypeError(f"{launch!r:.80} is no launch")
+                self._change_params(launch)
         return lambda: None
 
-    def _change_weights(
-        self, launch: launches.DropWeights | launches.RestoreWeights | launches.PutWeights
-    ) -> None:
-        part: Any = launch.part
+    def _change_params(self, launch: Launch[Any]) -> None:
+        before = self.weights.params
         match launch:
-            case launches.DropWeights():
-                self.weights.drop(part, launch.backup)
-            case launches.RestoreWeights():
+            case launches.MoveExpert(layer, source, target, copies):
+                moe = self.programs.move_expert(moe_layers(self.params)[layer], source, target, copies)
+                self.params = with_moe_layer(self.params, layer, moe)
+            case launches.DropWeights(part, backup):
+                self.weights.drop(part, backup)
+            case launches.RestoreWeights(part):
                 self.weights.restore(part)
-            case launches.PutWeights():
-                self.weights.put(part, launch.begin, launch.rows)
-        self.take(self.weights.params)
+            case launches.PutWeights(part, begin, rows):
+                self.weights.put(part, begin, rows)
+            case _:
+                raise TypeError(f"{launch!r:.80} is no launch")
+        if self.weights.params is not before:
+            self.take(self.weights.params)
 
     def _step(self, launch: launches.StepLaunch, masks: MaskMaker | None) -> Callable[[], Result]:
         """Launch a step; a structured step is two launches, between which the drafts are read."""

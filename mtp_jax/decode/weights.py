@@ -5,20 +5,18 @@ rank places its own shards.
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from mtp_jax.decode.launches import WeightPart
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.narrow import is_narrow, with_bits, without_bits
 from mtp_jax.model.params import Params, shapes
 
 _PIECE = 2**28  # bytes: far below the most of a message, and a fraction of a second on a fast network
-
-WeightPart = Literal["weights", "draft"]
-"""A part of the parameters: the trunk's, or the drafter's."""
 
 
 class Weights:
