@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mtp_jax.decode import launches
-from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result
+from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result, SlotRow
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import Key, PageKey, StepKey
@@ -128,10 +128,7 @@ class LocalRunner(DeviceRunner):
             case launches.ReadRouted(shard, pages, rows):
                 return self._read_routed(shard, pages, rows)
             case launches.Admit(slot, row, page):
-                # Without a cached prefix this is the spare page, whose drafter state no program reads.
-                page = self._shape.pages if page is None else page
-                number = self._page(slot // (self._shape.slots // self.shards), page)
-                self.state = self.programs.admit(self.state, slot, row, number)
+                self._admit(slot, row, page)
             case launches.Move(source, target):
                 self.state = self.programs.move(self.state, source, target)
             case launches.Update(keep, page_table):
@@ -145,6 +142,12 @@ class LocalRunner(DeviceRunner):
             case _:
                 self._change_params(launch)
         return lambda: None
+
+    def _admit(self, slot: int, row: SlotRow, page: int | None) -> None:
+        # Without a cached prefix this is the spare page, whose drafter state no program reads.
+        page = self._shape.pages if page is None else page
+        number = self._page(slot // (self._shape.slots // self.shards), page)
+        self.state = self.programs.admit(self.state, slot, row, number)
 
     def _change_params(self, launch: Launch[Any]) -> None:
         before = self.weights.params

@@ -83,7 +83,7 @@ class Ask:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether to score tokens of the prompt: as in SGLang from ``logprob_start_len`` on, none for -1."""
+        """Whether to score tokens of the prompt, as SGLang does from ``logprob_start_len`` on; -1: none."""
         return self.return_logprob and self.logprob_start_len not in (None, -1)
 
     @property
