@@ -43,7 +43,7 @@ PageForm = tuple[tuple[tuple[int, ...], np.dtype], ...]
 
 
 class PageKind(NamedTuple):
-    """Pages that can stand for each other: of equal weights, and of one form.
+    """Pages of equal weights and of one form, which can stand for each other.
 
     Attributes:
         identity: 32 bytes that other kinds do not have.

@@ -154,7 +154,7 @@ class HostTier:
         self._arriving |= dict.fromkeys(digests, future)
 
     def _file(self, digests: Sequence[bytes], pending: Pending[PageData], kind: PageKind | None) -> None:
-        """kind: of the pages, where files are to have them."""
+        """kind: the kind of the pages, where files are to have them."""
         try:
             for digest, page in zip(digests, split(pending.read()), strict=True):
                 self.store.put(digest, page)

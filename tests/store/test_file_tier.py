@@ -14,7 +14,7 @@ from mtp_jax.store.file_tier import FilesOf, FileTier
 from mtp_jax.store.memory import MemoryStore
 from mtp_jax.store.page_files import PageFiles, PageKind, form_of
 from mtp_jax.store.threads import FileThreads
-from tests.store.test_memory import page, same
+from tests.store.helpers import page, same
 
 FORM = form_of(page(0))
 A, B, C = (bytes([i]) * 32 for i in range(3))

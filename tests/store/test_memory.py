@@ -1,25 +1,13 @@
 """The store of pages in memory: a budget, an order in which pages go, and checksums."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_jax.store.memory import MemoryStore
-from mtp_jax.store.page import Page, checksum, join, size, split
-
-DTYPES = (np.float32, np.uint16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn)
-
-
-def page(seed: int) -> Page:
-    """36 bytes."""
-    random = np.random.default_rng(seed)
-    return tuple(random.normal(size=(2, 2)).astype(kind) for kind in DTYPES)
-
-
-def same(a: Page, b: Page) -> bool:
-    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+from mtp_jax.store.page import checksum, join, size, split
+from tests.store.helpers import page, same
 
 
 def filled(budget: int, *names: bytes) -> MemoryStore:

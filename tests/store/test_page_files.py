@@ -15,7 +15,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.store import page_files
 from mtp_jax.store.page import checksum
 from mtp_jax.store.page_files import PageFiles, PageKind, form_of
-from tests.store.test_memory import page, same
+from tests.store.helpers import page, same
 
 KIND = PageKind(b"k" * 32, form_of(page(0)))
 OTHER = PageKind(b"o" * 32, KIND.form)
