@@ -91,11 +91,10 @@ def test_servers_on_one_damaged_folder_say_what_each_says_alone(seeds: range, tm
     seen: Counter[str] = Counter()
     for seed in seeds:
         try:
-            seen += serve(seed, tmp_path / str(seed), launches=100, damages=100)
+            seen += serve(seed, tmp_path / str(seed), launches=100, damages=120)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error!r:.500}") from error
-    print(seen)
-    assert seen["damaged"] == 100 * len(seeds)
+    assert seen["damaged"] >= 100 * len(seeds)
     assert seen["fetched"] > seen["damaged"]
     assert all(seen[f"lost: {reason}"] > len(seeds) for reason in ("room", "damaged", "foreign"))
     assert all(seen[kind] > 0 for kind in ("preempted", "weights", "length", "stop"))
