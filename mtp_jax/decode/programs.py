@@ -79,6 +79,7 @@ class Programs:
         self._covering: dict[StepKey, StepKey | None] = {}
         self._lock = threading.Lock()
         self._bookkeeping: dict[str, Any] = {}
+        self._numbers: dict[int, jax.Array] = {}
 
     def __contains__(self, key: Key) -> bool:
         return _program(key) in self._compiled
@@ -158,11 +159,20 @@ class Programs:
         self, key: StepKey, params: Params, state: State, chunk: Chunk | None, estimate: Any = None
     ) -> tuple[State, StepResult]:
         """Run a compiled step. estimate: float32 [s, K, 2], for a key with ``kept``."""
-        return self._compiled[key.program](params, state, chunk, np.int32(key.depth), estimate)
+        return self._compiled[key.program](params, state, chunk, self._number(key.depth), estimate)
 
     def draft_phase(self, key: StepKey, params: Params, state: State, allowed: Any) -> tuple[State, Drafts]:
         """Run the first half of a structured step. allowed: uint32 [B, W, ceil(V / 32)]."""
-        return self._compiled[key.program].draft(params, state, allowed, np.int32(key.depth))
+        return self._compiled[key.program].draft(params, state, allowed, self._number(key.depth))
+
+    def _number(self, depth: int) -> jax.Array:
+        """A depth on the devices, always in the same place: a graph is not renewed for it, nor is it sent."""
+        if depth not in self._numbers:
+            number, where = np.int32(depth), self._everywhere
+            # Hosts of a mesh make it each for itself: placing it would have them compare it.
+            whole = None if where is None else jax.make_array_from_callback((), where, lambda _: number)
+            self._numbers[depth] = jax.device_put(number) if whole is None else whole
+        return self._numbers[depth]
 
     def verify_phase(
         self, key: StepKey, params: Params, state: State, drafts: Drafts, allowed: Any, chunk: Chunk | None
