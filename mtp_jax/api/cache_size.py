@@ -187,7 +187,7 @@ def _programs(runner: LocalRunner, config: EngineConfig, structured: bool) -> fl
 
     On a CPU a program's code is the process memory that the compiled widest step holds, and goes on holding.
     """
-    first, rest = Buckets(config, runner.shards, runner.any_depth, runner.any_width).server(structured)
+    first, rest = Buckets(config, runner.shards, runner.traits).server(structured)
     keys = first + rest
     steps = (k for k in keys if isinstance(k, StepKey) and not k.mode.structured)
     before = resident_bytes()

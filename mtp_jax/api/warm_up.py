@@ -16,7 +16,9 @@ class WarmUp:
     """Compiles a server's programs, most of them on a thread of its own, while ``idle`` is set.
 
     A server that is never idle must not keep to the few large programs for ever: each time that it has been
-    busy for as long as the first programs took to compile, one more is compiled beside its work.
+    busy for as long as the first programs took to compile, one more is compiled beside its work. Not so on a
+    GPU, where the graphs of all programs are recorded anew after each that is compiled: there nothing is
+    compiled beside requests, and a router sends none before the last program is there (``keeps_away``).
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class WarmUp:
         self._engine, self._idle, self._warm_up, self._ended = engine, idle, warm_up, ended
         self._first, self._rest = engine.warm_up_keys()
         self._done, self._seconds, self._resident = 0, 0.0, resident_bytes()
-        self._patience = 0.0
+        self._apart, self._patience = not engine.runner.traits.by_rows, 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="warm-up", daemon=True)
 
@@ -57,6 +59,11 @@ class WarmUp:
         return self._thread.is_alive()
 
     @property
+    def keeps_away(self) -> bool:
+        """Whether requests should go elsewhere now, as they would wait for programs, or these for them."""
+        return self._apart and self.running
+
+    @property
     def state(self) -> str:
         """ "starting", "compiling n of m", or "ready" once no further program will come."""
         if self._thread.ident is None:
@@ -78,7 +85,7 @@ class WarmUp:
 
     def _compile_rest(self) -> None:
         for key in self._rest:
-            self._idle.wait(self._patience)
+            self._idle.wait(None if self._apart else self._patience)
             if self._closing.is_set():
                 return
             if not room_for_programs():

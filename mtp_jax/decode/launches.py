@@ -243,6 +243,27 @@ class Pending(Generic[T]):
     flush: Flush | None = None
 
 
+@dataclass(frozen=True)
+class Traits:
+    """Facts of a runner's device that decide about the number and the sizes of its programs.
+
+    Attributes:
+        any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
+        by_rows: whether time goes into rows, padding included, as on a CPU; else into launches and bytes, and
+            a program that is compiled disturbs the other programs.
+        any_width: whether an executable over a wide page table takes as long as one over a narrow table.
+    """
+
+    any_depth: bool = True
+    by_rows: bool = True
+    any_width: bool = True
+
+
+ON_CPU = Traits()
+UNROLLED = Traits(any_depth=False, by_rows=False, any_width=False)
+"""Passes of drafts that differ: every depth has an executable of its own."""
+
+
 class Runner(ABC):
     """The device of an engine: the only owner of parameters, device state and compiled programs.
 
@@ -254,8 +275,7 @@ class Runner(ABC):
     Attributes:
         shards: data shards. Slots and pages are split over them; page numbers are local to a shard.
         layout: experts whose choices are counted; None: nothing is counted or moved.
-        any_depth: whether an executable that makes fewer drafts than it has room for takes less time.
-        any_width: whether an executable over a wide page table takes as long as one over a narrow table.
+        traits: facts of the device that decide about its programs.
         clock: returns the seconds in which launches and requests are timed: ``time.perf_counter``, unless
             the device's time is simulated.
         before_writing: functions that launch the reads which must come first.
@@ -263,14 +283,8 @@ class Runner(ABC):
 
     clock: Callable[[], float] = time.perf_counter
 
-    def __init__(
-        self,
-        shards: int,
-        layout: ExpertLayout | None = None,
-        any_depth: bool = True,
-        any_width: bool = True,
-    ) -> None:
-        self.shards, self.layout, self.any_depth, self.any_width = shards, layout, any_depth, any_width
+    def __init__(self, shards: int, layout: ExpertLayout | None = None, traits: Traits = ON_CPU) -> None:
+        self.shards, self.layout, self.traits = shards, layout, traits
         self.before_writing: list[Callable[[], object]] = []
 
     @property
@@ -312,14 +326,8 @@ class DeviceRunner(Runner):
     program runs, as that may read or move its entries.
     """
 
-    def __init__(
-        self,
-        shards: int,
-        layout: ExpertLayout | None = None,
-        any_depth: bool = True,
-        any_width: bool = True,
-    ) -> None:
-        super().__init__(shards, layout, any_depth, any_width)
+    def __init__(self, shards: int, layout: ExpertLayout | None = None, traits: Traits = ON_CPU) -> None:
+        super().__init__(shards, layout, traits)
         self._deferred = 0  # depth-0 steps whose NextN entries are not written
         self._flush: Flush | None = None  # a flush whose time no result has reported yet
 

@@ -24,6 +24,7 @@ from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.kept import KeptPrograms
 from mtp_jax.decode.keys import DraftKey, Key, Origin, PageKey, ScoreKey, StepKey, cheapest, name_of
+from mtp_jax.decode.outbox import Boxed, box_of, into_box
 from mtp_jax.decode.result import StepResult
 from mtp_jax.decode.routed import READ, read_routed
 from mtp_jax.decode.state import State
@@ -31,7 +32,7 @@ from mtp_jax.decode.step import DraftAlone, Step
 from mtp_jax.json_object import JsonObject
 from mtp_jax.machine import usable_cores
 from mtp_jax.model import expert_slots
-from mtp_jax.model.device import compiler_options
+from mtp_jax.model.device import compiler_options, platform
 from mtp_jax.model.params import Moe, Params
 from mtp_jax.model.scores import Positions, positions
 from mtp_jax.model.sharding import data_size
@@ -79,6 +80,8 @@ class Programs:
         self._covering: dict[StepKey, StepKey | None] = {}
         self._lock = threading.Lock()
         self._bookkeeping: dict[str, Any] = {}
+        self._numbers: dict[int, jax.Array] = {}
+        self.boxed = platform() == "gpu"  # see ``outbox``
 
     def __contains__(self, key: Key) -> bool:
         return _program(key) in self._compiled
@@ -100,6 +103,8 @@ class Programs:
         found = self._compiled[_program(key)]
         if isinstance(found, _Pages):
             return found.write
+        if isinstance(found, Boxed):
+            return found.step
         return found.verify if isinstance(found, _Phases) else found
 
     def compile(
@@ -158,11 +163,20 @@ class Programs:
         self, key: StepKey, params: Params, state: State, chunk: Chunk | None, estimate: Any = None
     ) -> tuple[State, StepResult]:
         """Run a compiled step. estimate: float32 [s, K, 2], for a key with ``kept``."""
-        return self._compiled[key.program](params, state, chunk, np.int32(key.depth), estimate)
+        return self._compiled[key.program](params, state, chunk, self._number(key.depth), estimate)
 
     def draft_phase(self, key: StepKey, params: Params, state: State, allowed: Any) -> tuple[State, Drafts]:
         """Run the first half of a structured step. allowed: uint32 [B, W, ceil(V / 32)]."""
-        return self._compiled[key.program].draft(params, state, allowed, np.int32(key.depth))
+        return self._compiled[key.program].draft(params, state, allowed, self._number(key.depth))
+
+    def _number(self, depth: int) -> jax.Array:
+        """A depth on the devices, always in the same place: a graph is not renewed for it, nor is it sent."""
+        if depth not in self._numbers:
+            number, where = np.int32(depth), self._everywhere
+            # Hosts of a mesh make it each for itself: placing it would have them compare it.
+            whole = None if where is None else jax.make_array_from_callback((), where, lambda _: number)
+            self._numbers[depth] = jax.device_put(number) if whole is None else whole
+        return self._numbers[depth]
 
     def verify_phase(
         self, key: StepKey, params: Params, state: State, drafts: Drafts, allowed: Any, chunk: Chunk | None
@@ -229,7 +243,10 @@ class Programs:
             return self._compile_pages(key)
         if isinstance(key, StepKey) and key.mode.structured:
             return self._compile_phases(key)
-        return self._built(name_of(key), key, lambda: self.lowered(key))
+        program = self._built(name_of(key), key, lambda: self.lowered(key))
+        if isinstance(key, StepKey) and self._in_box(key):
+            return Boxed(program, self._box(key), self._everywhere)
+        return program
 
     def _built(
         self, name: str, key: Key | None, lower: Callable[[], jax.stages.Lowered], serves: bool = True
@@ -256,11 +273,21 @@ class Programs:
         if isinstance(key, DraftKey):
             run = _named(DraftAlone(self.decoding, key), name_of(key))
             return jax.jit(run, out_shardings=self._everywhere).trace(self._params, self._state, _NUMBER)
-        run = _named(Step(self.decoding, key), name_of(key))
-        jitted = jax.jit(run, donate_argnums=1, out_shardings=self._out())
+        step, boxed = Step(self.decoding, key), self._in_box(key)
+        run = _named(into_box(step) if boxed else step, name_of(key))
+        jitted = jax.jit(run, donate_argnums=(1, 2) if boxed else 1, out_shardings=self._out())
         estimate = jax.ShapeDtypeStruct((len(Origin), key.depth, 2), jnp.float32)
         given = self._chunk(key), _NUMBER, None if key.kept is None else estimate
-        return jitted.trace(self._params, self._state, *given)
+        box = (self._box(key),) if boxed else ()
+        return jitted.trace(self._params, self._state, *box, *given)
+
+    def _in_box(self, key: StepKey) -> bool:
+        """Whether a step's result is written into a box."""
+        return self.boxed and not key.mode.structured
+
+    def _box(self, key: StepKey) -> jax.ShapeDtypeStruct:
+        found = box_of(key, data_size(self._on.mesh))
+        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=self._everywhere)
 
     def _compile_phases(self, key: StepKey) -> _Phases:
         step, params, state = Step(self.decoding, key), self._params, self._state

@@ -13,11 +13,12 @@ from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result, Slo
 from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import Key, PageKey, StepKey
-from mtp_jax.decode.launches import DeviceRunner, Launch
+from mtp_jax.decode.launches import DeviceRunner, Launch, Traits
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.weights import Weights
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.device import platform
 from mtp_jax.model.expert_slots import moe_layers, most_copies, with_moe_layer
 from mtp_jax.model.head import head_of
 from mtp_jax.model.params import Params, shapes
@@ -58,9 +59,7 @@ class LocalRunner(DeviceRunner):
         programs (``KeptPrograms``).
         """
         model, on = decoding.model, decoding.model.on
-        # The passes of several NextN layers differ, so no loop can compute them.
-        loops = on.products.loops and model.cfg.num_nextn_predict_layers <= 1
-        super().__init__(data_size(on.mesh), layout_of(model, params), loops, ends_with_rows(model))
+        super().__init__(data_size(on.mesh), layout_of(model, params), traits_of(model))
         self.decoding, self.weights = decoding, Weights(params, on)
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
@@ -250,6 +249,12 @@ def ends_with_rows(model: Model) -> bool:
     head = head_of(model.cfg)
     sizes = [model.cfg, *([head.sizes] if head and head.sizes else [])]
     return all(model.on.kind(cfg).reach(cfg) == "rows" for cfg in sizes)
+
+
+def traits_of(model: Model) -> Traits:
+    """Facts of the backend: the passes of several NextN layers differ, so that no loop can compute them."""
+    loops = model.on.products.loops and model.cfg.num_nextn_predict_layers <= 1
+    return Traits(loops, platform() == "cpu", ends_with_rows(model))
 
 
 def layout_of(model: Model, params: Params) -> ExpertLayout | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 
 from mtp_jax.decode.keys import Key, PageKey, SamplingMode, StepKey, buckets
+from mtp_jax.decode.launches import UNROLLED, Traits
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth_policy import adaptive_depths
 from mtp_jax.engine.request import Request
@@ -27,6 +28,7 @@ class Sizes:
         pages: ratio of each width of page tables to the next smaller one, down from the longest request's.
         rows: least number of cached rows that a page table holds.
         moved: pages that one program reads or writes, where there is a host tier.
+        middle: where time goes into launches, ratio of all slots to the number of slots between one and all.
         logprobs: number of alternative tokens with log-probabilities, besides the chosen token.
     """
 
@@ -38,6 +40,7 @@ class Sizes:
     pages: int = 4
     rows: int = 2048
     moved: tuple[int, ...] = (1, 8)
+    middle: int = 8
     logprobs: tuple[int, ...] = (0, 5, MAX_LOGPROBS)
 
 
@@ -70,12 +73,10 @@ class Buckets:
         chunk_sizes: lengths of the chunks that prompts are cut into, the shortest first.
     """
 
-    def __init__(
-        self, config: EngineConfig, shards: int = 1, any_depth: bool = False, any_width: bool = False
-    ) -> None:
-        """shards: number of data shards. any_depth, any_width: see ``Runner``."""
-        self._config, self._shards, self._any_depth = config, shards, any_depth
-        self._any_width = any_width
+    def __init__(self, config: EngineConfig, shards: int = 1, traits: Traits = UNROLLED) -> None:
+        """shards: number of data shards. traits: see ``Runner``."""
+        self._config, self._shards, self._traits = config, shards, traits
+        self._any_depth, self._cuts = traits.any_depth, traits.any_depth and traits.by_rows
         self._steps, most = config.trees and config.trees.steps, config.prefill_chunk
         self.chunk_sizes: Sequence[int] = buckets(most, min(SIZES.chunk, most), SIZES.chunks)
         self._slots: Sequence[int] = buckets(config.max_num_seqs, 1, SIZES.slots)
@@ -138,14 +139,14 @@ class Buckets:
     def chunks(self, tokens: int) -> Iterator[int]:
         """Chunk sizes of a prompt: full chunks, then the smallest bucket that holds the rest.
 
-        Where one program serves every depth (on a CPU) padding takes time, as rows do: the rest comes in
-        chunks of the next smaller bucket if these have fewer rows in all.
+        Where padding takes time, as rows do, the rest comes in chunks of the next smaller bucket if these
+        have fewer rows in all.
         """
         sizes = self.chunk_sizes
         while tokens > 0:
             size = next((b for b in sizes if b >= tokens), self._config.prefill_chunk)
             smaller = max((b for b in sizes if SIZES.tile <= b < size), default=size)
-            if self._any_depth and -(-tokens // smaller) * smaller < size:
+            if self._cuts and -(-tokens // smaller) * smaller < size:
                 size = smaller
             yield size
             tokens -= size
@@ -245,7 +246,7 @@ class Buckets:
     def _sizes_of(self, request: Request) -> set[int]:
         """Lengths of the chunks of a prompt; where they are cut to save rows, its end has none of its own."""
         sizes = {*self.chunks(len(request.prompt))}
-        return {s for s in sizes if s >= min(SIZES.tile, max(sizes))} if self._any_depth else sizes
+        return {s for s in sizes if s >= min(SIZES.tile, max(sizes))} if self._cuts else sizes
 
     def _depths(self, most: int) -> Sequence[int]:
         """The depths that adaptive steps need executables for."""
@@ -255,7 +256,7 @@ class Buckets:
     def _page_sizes(self) -> Sequence[int]:
         """Widths of page tables: one, where a narrower table saves nothing."""
         sizes, size = [self._config.columns], self._config.page_size
-        if self._any_width:
+        if self._traits.any_width:
             return sizes
         while sizes[-1] > 1 and (narrower := -(-sizes[-1] // SIZES.pages)) * size >= SIZES.rows:
             sizes.append(narrower)
@@ -272,7 +273,7 @@ class Buckets:
         the chunk costs more than drafts.
         """
         if self._any_depth:
-            return self._few(structured)
+            return self._few(structured) if self._cuts else self._for_launches(structured)
         config = self._config
         deepest = config.num_speculative_tokens
         depths = adaptive_depths(deepest, self._steps) if config.adaptive_depth else (deepest,)
@@ -329,6 +330,39 @@ class Buckets:
         alone = [replace(plain, slots=one), short, beside, plain]
         rest = dict.fromkeys([*alone, *fewer, *self._ranked_keys(plain)])
         return [*self._page_keys, *first], list(rest)
+
+    def _for_launches(self, structured: bool) -> tuple[list[Key], list[Key]]:
+        """The programs of a server on a GPU: there each takes a minute of compilation.
+
+        The first serve everything: prompts alone with scores, steps that sample, steps with scores or a
+        grammar, which is two programs. Rows cost little beside weights and launches, so that steps have few
+        numbers of slots: one, all, and an eighth of many. A window of one token reads a fraction of the
+        experts that a window of K + 1 does, so that steps without drafts have programs for one slot, too.
+        A prompt that is shorter than a quarter of the longest chunk has a chunk of that size, alone and
+        beside windows.
+        """
+        config, sizes = self._config, self.chunk_sizes
+        widths = self._page_sizes()
+        one, every, middle = self._step_slots[0], config.max_num_seqs, config.max_num_seqs // SIZES.middle
+        sampled = SamplingMode(config.drafting, config.verifier)
+        scored = replace(sampled, logprobs=MAX_LOGPROBS, structured=structured)
+        plain = StepKey(every, config.num_speculative_tokens, widths[-1], sampled)
+        alone, beside = (
+            StepKey(0, 0, widths[-1], SamplingMode(), sizes[-1], 1),
+            replace(plain, tokens=sizes[-1], prompts=1),
+        )
+        first = [_scoring(replace(alone, mode=SamplingMode(logprobs=MAX_LOGPROBS)), sizes[-1])]
+        first += [plain, replace(plain, mode=scored)]
+        depths = self._depths(plain.depth)[:-1] if config.adaptive_depth else ()
+        fewer = [replace(plain, depth=depth) for depth in depths]
+        single = [replace(key, slots=one) for key in (plain, *fewer)]
+        rest = [beside, alone, *single, *fewer]
+        rest += [replace(key, tokens=sizes[-2:][0]) for key in (alone, beside)]
+        if middle >= SIZES.middle and middle in self._step_slots:
+            rest.append(replace(plain, slots=middle))
+        rest += self._ranked_keys(plain)
+        rest += [replace(key, pages=p) for p in widths[:-1] for key in (plain, single[0], alone, beside)]
+        return [*self._page_keys, *first], [k for k in dict.fromkeys(rest) if k not in first]
 
 
 def _scoring(key: StepKey, tokens: int) -> StepKey:

@@ -86,7 +86,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards, self.tier, self._leaves)
         self.depth = DepthController(config.num_speculative_tokens, trees=config.trees)
         self.timings, self.counters = Timings(runner.clock), Counters()
-        self.buckets = Buckets(config, self.shards, runner.any_depth, runner.any_width)
+        self.buckets = Buckets(config, self.shards, runner.traits)
         self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)
         self._inputs = InputProcessor(cfg, config, self.pages, self.grammars, runner.clock)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False
@@ -177,7 +177,7 @@ class Engine:
     def _depths(self, key: StepKey) -> Sequence[int]:
         """The depths at which this executable will run."""
         chain = self.depth.steps is None or key.depth <= self.depth.steps
-        many = key.depth and key.kept is None and self.runner.any_depth and chain
+        many = key.depth and key.kept is None and self.runner.traits.any_depth and chain
         return adaptive_depths(key.depth)[1:] if many else [key.depth]
 
     def warm_up_keys(self) -> tuple[list[Key], list[Key]]:

@@ -26,7 +26,7 @@ class LeaderRunner(Runner):
     """
 
     def __init__(self, local: LocalRunner, log: LeaderLog, ending: Ending) -> None:
-        super().__init__(local.shards, local.layout, local.any_depth, local.any_width)
+        super().__init__(local.shards, local.layout, local.traits)
         self.local, self._log, self._ending = local, log, ending
         # A lock: launches of all threads have one order, here and in the log.
         self._order = threading.RLock()

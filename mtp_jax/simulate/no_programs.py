@@ -4,14 +4,14 @@ from abc import ABC
 from collections.abc import Callable, Iterable
 
 from mtp_jax.decode.keys import Key, StepKey, cheapest
-from mtp_jax.decode.launches import DeviceRunner
+from mtp_jax.decode.launches import ON_CPU, DeviceRunner, Traits
 
 
 class NoPrograms(DeviceRunner, ABC):
     """A runner that takes note of keys, and finds them again."""
 
-    def __init__(self, shards: int, any_depth: bool = True) -> None:
-        super().__init__(shards, any_depth=any_depth)
+    def __init__(self, shards: int, traits: Traits = ON_CPU) -> None:
+        super().__init__(shards, traits=traits)
         self._compiled: dict[Key, None] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
 

@@ -54,6 +54,8 @@ class Server:
             return "the engine has failed"
         if self.allm.draining:
             return "shutting down"
+        if self.allm.warm_up.keeps_away:
+            return "programs are being compiled, beside which nothing should be served on this device"
         if released := self.allm.released:
             return f"the memory of {', '.join(released)} is released"
         if self.allm.step_age > self.settings.ready_seconds:

@@ -119,7 +119,8 @@ class DrainingServer(uvicorn.Server):
         reporter: Reporter | None = None,
     ) -> None:
         limits = settings.acceptance_floor, settings.acceptance_ceiling
-        self._alarm = AcceptanceAlarm(*((0, 1) if allm.about.engine.law else limits))
+        meaningless = allm.about.engine.law or allm.about.random_weights
+        self._alarm = AcceptanceAlarm(*((0, 1) if meaningless else limits))
         super().__init__(_config(allm, settings, self._alarm))
         self._allm, self._settings, self._ready = allm, settings, ready
         self._reporter = reporter

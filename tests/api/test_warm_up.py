@@ -10,6 +10,7 @@ import pytest
 
 from mtp_jax.api import warm_up
 from mtp_jax.api.warm_up import WarmUp
+from mtp_jax.decode.launches import ON_CPU, Traits
 
 
 class Programs:
@@ -21,6 +22,7 @@ class Programs:
         self.go = threading.Semaphore(0)
         self.warm: list[Any] = []
         self.fails: set[Any] = set()
+        self.traits = ON_CPU
 
     def compile(self, keys: list[Any], update: Any = None) -> None:
         for key in keys:
@@ -66,6 +68,23 @@ def begin(warming: WarmUp, patience: float = 1e6) -> None:
     warming.first(lambda done, total: None)
     warming._patience = patience
     warming.start()
+
+
+def test_on_a_gpu_nothing_is_compiled_beside_requests(programs, idle):
+    """However long they last; and no router sends any meanwhile."""
+    programs.traits = Traits(by_rows=False)
+    engine: Any = SimpleNamespace(
+        runner=programs, warm_up_keys=lambda: (["a"], ["b"]), warm_up=lambda keys: None
+    )
+    warming = WarmUp(engine, idle, programs.warm.append, lambda: None)
+    assert not warming.keeps_away
+    programs.go.release(9)
+    begin(warming, patience=0.0)
+    time.sleep(0.2)
+    assert (programs.done, warming.keeps_away) == (["a"], True)
+    idle.set()
+    until(lambda: not warming.running)
+    assert (programs.done, warming.keeps_away) == (["a", "b"], False)
 
 
 def test_the_rest_is_compiled_while_idle_alone(warming, programs, idle, caplog):

@@ -28,6 +28,7 @@ from mtp_jax.checkpoint.formats import FP8, FP8_BY_HEAD
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.launches import ON_CPU
 from mtp_jax.decode.programs import Programs
 from mtp_jax.decode.state import StateShape
 from mtp_jax.engine.buckets import Buckets
@@ -191,9 +192,7 @@ def faults(name: str, cost: Cost, most: dict[str, int]) -> list[str]:
 
 def executables() -> int:
     """Programs of a default server with grammars; a structured step is two."""
-    first, rest = Buckets(EngineConfig(adaptive_depth=True), 1, xla_cpu().products.loops).server(
-        structured=True
-    )
+    first, rest = Buckets(EngineConfig(adaptive_depth=True), 1, ON_CPU).server(structured=True)
     keys = first + rest
     return len(keys) + sum(isinstance(k, StepKey) and k.mode.structured for k in keys)
 

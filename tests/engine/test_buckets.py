@@ -9,6 +9,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from mtp_jax.decode.keys import SamplingMode, StepKey, cheapest
+from mtp_jax.decode.launches import ON_CPU, UNROLLED, Traits
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Request
@@ -17,6 +18,7 @@ from mtp_jax.text.rules import Constraints
 from tests.engine.device import on_device
 from tests.models import finish
 
+ON_GPU, WHOLE_TABLES = (Traits(by_rows=False, any_width=any_width) for any_width in (True, False))
 CONFIG = EngineConfig(num_speculative_tokens=3, max_num_seqs=8, max_model_len=512, page_size=16)
 
 
@@ -54,7 +56,7 @@ def test_chunks(chunk, tokens, sizes):
 )
 def test_chunks_where_padding_takes_time(chunk, tokens, sizes):
     """No more rows than chunks of 64 tokens give; the longer chunk where it has the same."""
-    assert list(Buckets(replace(CONFIG, prefill_chunk=chunk), any_depth=True).chunks(tokens)) == sizes
+    assert list(Buckets(replace(CONFIG, prefill_chunk=chunk), traits=ON_CPU).chunks(tokens)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -133,22 +135,34 @@ def chunks_of(keys) -> list[StepKey]:
     return [k for k in keys if k.tokens]
 
 
-@pytest.mark.parametrize(("any_depth", "most"), [(False, 30), (True, 8)])
-def test_a_default_server_compiles_few_programs(any_depth, most):
+def count(keys: list[Any]) -> int:
     """A structured step is two programs."""
-    keys: list[Any] = all_keys(Buckets(DEFAULT, 1, any_depth))
+    return len(keys) + sum(isinstance(k, StepKey) and k.mode.structured for k in keys)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_model_len": 8192}, {"max_num_seqs": 128, "prefill_chunk": 8192}])
+def test_a_server_on_a_gpu_has_4_programs_at_first_and_12_in_all(sizes):
+    """Each takes a minute of compilation, and disturbs the others."""
+    first, rest = Buckets(replace(DEFAULT, **sizes), 1, ON_GPU).server(structured=True)
+    assert count(first) == 4
+    assert count(first + rest) == (12 if sizes.get("max_num_seqs") else 11)
+
+
+@pytest.mark.parametrize(("traits", "most"), [(UNROLLED, 30), (ON_CPU, 8), (ON_GPU, 11)])
+def test_a_default_server_compiles_few_programs(traits, most):
+    keys: list[Any] = all_keys(Buckets(DEFAULT, 1, traits))
     assert len(set(keys)) == len(keys)
-    assert len(keys) + sum(k.mode.structured for k in keys) <= most
-    first, rest = Buckets(DEFAULT, 1, any_depth).server(structured=True)
+    assert count(keys) <= most
+    first, rest = Buckets(DEFAULT, 1, traits).server(structured=True)
     assert keys == first + rest
     assert len(first) < len(rest)
 
 
-@pytest.mark.parametrize(("any_depth", "most"), [(False, 40), (True, 10)])
-def test_a_server_of_trees_has_chains(any_depth, most):
+@pytest.mark.parametrize(("traits", "most"), [(UNROLLED, 40), (ON_CPU, 10), (ON_GPU, 12)])
+def test_a_server_of_trees_has_chains(traits, most):
     """A step of no more drafts than a tree has steps is a chain, more drafts are a tree."""
     config = replace(DEFAULT, tree="4x3x12", num_speculative_tokens=12, verifier="coupled")
-    keys: list[Any] = all_keys(Buckets(config, 1, any_depth))
+    keys: list[Any] = all_keys(Buckets(config, 1, traits))
     assert len(keys) <= most
     for slots, depth in itertools.product((1, 8), (1, 3, 12)):
         need = StepKey(slots, depth, 1, SamplingMode("sampled", "coupled"))
@@ -157,10 +171,13 @@ def test_a_server_of_trees_has_chains(any_depth, most):
         assert (found.room > 3) == (depth > 3)
 
 
-@pytest.mark.parametrize("any_depth", [False, True])
-@pytest.mark.parametrize("sizes", [{}, {"max_model_len": 8192}, {"max_num_seqs": 3}, {"max_num_seqs": 1}])
-def test_every_program_of_a_server_is_the_cheapest_for_something(sizes, any_depth):
-    keys: list[Any] = all_keys(Buckets(replace(DEFAULT, **sizes), 1, any_depth))
+@pytest.mark.parametrize("traits", [UNROLLED, ON_CPU, ON_GPU, WHOLE_TABLES])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"max_model_len": 8192}, {"max_num_seqs": 3}, {"max_num_seqs": 1}, {"max_num_seqs": 64}],
+)
+def test_every_program_of_a_server_is_the_cheapest_for_something(sizes, traits):
+    keys: list[Any] = all_keys(Buckets(replace(DEFAULT, **sizes), 1, traits))
     for key in keys:
         able = [k for k in keys if k.covers(key)]
         assert [k for k in able if k.cost <= key.cost] == [key]
@@ -396,11 +413,11 @@ SHAPE = st.tuples(st.integers(1, 2044), st.sampled_from([0, 1, 2, 3]), st.sample
     logprobs=st.sampled_from([None, 0, 5, 20]),
     structured=st.booleans(),
     prefilled=st.integers(0, 30),
-    any_depth=st.booleans(),
+    traits=st.sampled_from([UNROLLED, ON_CPU, ON_GPU, WHOLE_TABLES]),
 )
-def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, structured, prefilled, any_depth):
+def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, structured, prefilled, traits):
     """By the first programs already: at any history, depth, number of rows and way to choose tokens."""
-    work = Buckets(DEFAULT, 1, any_depth)
+    work = Buckets(DEFAULT, 1, traits)
     first, _ = work.server(structured=True)
     running = []
     for slot, (length, depth, heat) in enumerate(rows):
@@ -425,4 +442,4 @@ def test_every_piece_of_a_default_engines_work_is_covered(rows, logprobs, struct
     alone = work.step([], 0, prompts.first(1))
     assert any(k.covers(alone) and not k.slots for k in programs), alone
     for need in (work.step(running[:half], d, prompts.first(1)) for d in ((0, 1, 3) if half else (0,))):
-        assert covered(need) or any_depth, need  # else the prompts go first, alone
+        assert covered(need) or traits.any_depth, need  # else the prompts go first, alone

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.decode.launches import UNROLLED
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.defaults import LONG, Target, slots, told, unasked
@@ -113,7 +114,7 @@ def test_a_short_context_costs_what_it_cost():
 def test_a_long_context_adds_no_program_where_attention_ends_with_the_rows():
     def programs(any_width: bool, **changes: Any) -> int:
         config = replace(engine(adaptive_depth=True), prefill_chunk=256, **changes)
-        first, rest = Buckets(config, 1, any_width=any_width).server(True)
+        first, rest = Buckets(config, 1, replace(UNROLLED, any_width=any_width)).server(True)
         return len(first) + len(rest)
 
     assert programs(True) == programs(True, max_model_len=LONG) == programs(True, max_model_len=2048) < 30

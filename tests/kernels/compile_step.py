@@ -23,13 +23,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.deviceless import report, target
 from mtp_jax.checkpoint.random_weights import abstract_params
 from mtp_jax.decode.bookkeeping import abstract_state
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.outbox import box_of, into_box
 from mtp_jax.decode.state import StateShape
 from mtp_jax.decode.step import Step
 from mtp_jax.heads.build import build
@@ -105,6 +106,17 @@ class Program:
         """Device memory beside arguments and results."""
         return report.temp_bytes(self.compiled) / 2**20
 
+    @property
+    def moved(self) -> int:
+        """Results that alias no argument, and so may be in another place after every call."""
+        aliases = re.findall(r"\{\d*\}: \(\d+, \{\}", (self.compiled.as_text() or "").partition("\n")[0])
+        return len(jax.tree.leaves(self.compiled.out_info)) - len(aliases)
+
+    @property
+    def arguments(self) -> int:
+        """Arrays that a call takes."""
+        return len(jax.tree.leaves(self.compiled.args_info))
+
     def purposes(self) -> tuple[str, ...]:
         """Of each launch: where in the program it comes from."""
         return report.purposes(self.launches, self.compiled.as_text() or "")
@@ -129,9 +141,11 @@ def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Pro
     sizes = StateShape(load.slots, load.slots // data * columns, PAGE, columns, cfg.dtype)
     model, drafter = Model(cfg, backend(mesh)), build(cfg)
     state = abstract_state(Model(cfg, xla(mesh)), drafter, sizes)
-    step = Step(Decoding(model, drafter), StepKey(load.slots, load.depth, columns, SamplingMode()))
-    run = jax.jit(step, donate_argnums=1)
-    return compile_program(mesh, run, fp8_params(cfg, mesh), state, dump=dump)
+    key = StepKey(load.slots, load.depth, columns, SamplingMode())
+    everywhere, empty = NamedSharding(mesh, PartitionSpec()), box_of(key, data)
+    box = jax.ShapeDtypeStruct(empty.shape, empty.dtype, sharding=everywhere)
+    run = jax.jit(into_box(Step(Decoding(model, drafter), key)), donate_argnums=(1, 2))
+    return compile_program(mesh, run, fp8_params(cfg, mesh), state, box, dump=dump)
 
 
 def compile_layers(mesh: Mesh, layers: int, dump: Path, load: Load = DENSE) -> Program:
@@ -276,6 +290,8 @@ def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     kept = [] if memory.alias_size_in_bytes >= cache else [f"{name}: the cache is not updated in place"]
     found = {"temp_mib": program.temp_mib, "temp_percent": share, "wide_weights": copies.total()}
     found["beyond_scores"] = beyond.total()
+    if mesh.size == 1:  # on a mesh XLA chooses here where results lie
+        found |= {"moved": program.moved, "arguments": program.arguments}
     return kept + [fault for what, got in found.items() for fault in over(name, what, got)]
 
 

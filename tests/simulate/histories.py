@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mtp_jax.decode.arrays import MaskMaker
-from mtp_jax.decode.launches import Launch, Move
+from mtp_jax.decode.launches import ON_CPU, UNROLLED, Launch, Move, Traits
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.request import Request
@@ -74,7 +74,7 @@ class History:
         self.languages = {"0": self.language}
         memory = SlotMemory(slots, self.config.pages_per_shard(self.shards), size, self.shards)
         self.device = Watched(self.language, memory, margins=ranked, routing=ROUTING)
-        self.device.any_depth = seed % 2 == 0
+        self.device.traits = (ON_CPU, UNROLLED, Traits(by_rows=False), UNROLLED)[seed % 4]
         self.engine = Engine(CFG, self.config, self.device, grammars)
         # Measured time must decide nothing: a seed is one history.
         self.engine.depth.choose = lambda keys, *rest: r.choice(list(keys))  # type: ignore[method-assign]

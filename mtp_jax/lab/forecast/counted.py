@@ -12,7 +12,7 @@ from jaxtyping import Float
 from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import Chunk, MaskMaker, Result
 from mtp_jax.decode.keys import COUNT, EXTRA_COLUMNS, FINISH, Finish, Origin, StepKey
-from mtp_jax.decode.launches import Launch
+from mtp_jax.decode.launches import Launch, Traits
 from mtp_jax.lab.planning.launch_time import LaunchWork
 from mtp_jax.simulate.device import DEFERRED
 from mtp_jax.simulate.language import mix
@@ -77,7 +77,7 @@ class Counted(NoPrograms):
 
         page_size: attention reads whole pages.
         """
-        super().__init__(shards, any_depth=False)
+        super().__init__(shards, Traits(any_depth=False, by_rows=False))
         self.clock = self.time = Clock()
         self._times, self._shares, self._page, self._seed = times, shares, page_size, seed
         self._active = np.zeros(slots, bool)

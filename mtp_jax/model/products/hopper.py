@@ -8,7 +8,7 @@ sums. Quantised rows and float32 parts stay between these products.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ class HopperProducts(Products):
 
     kernels: frozenset[str] = frozenset(KERNELS)
     strict: bool = False
+    # A loop is one command of a graph, and one program serves every depth.
+    loops: ClassVar[bool] = True
 
     # The kernels that run
 

@@ -41,7 +41,7 @@ class Products:
 
     Attributes:
         mesh: the mesh of devices; None for one device.
-        loops: whether equal passes are a loop; else unrolled, as graphs of launches have no loops.
+        loops: whether equal passes are a loop; else they are unrolled.
     """
 
     mesh: Mesh | None = None

@@ -9,6 +9,7 @@ import pytest
 
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
+from mtp_jax.decode.launches import Traits
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.engine import Engine
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -247,7 +248,7 @@ def test_the_launches_are_those_of_the_device_with_text(shards, keep):
     counted = replay(service, load)
     language = Language(TINY.vocab_size, (keep,) * 3)
     device = Simulated(language, SlotMemory(2 * shards, 6, config.page_size, shards))
-    device.any_depth = False
+    device.traits = Traits(any_depth=False, by_rows=False)
     engine = Engine(TINY, config, device)
     first, rest = engine.warm_up_keys()
     device.compile([*first, *rest])
