@@ -1,29 +1,22 @@
 """XLA's CUDA compiler without a CUDA device."""
 
-import math
 import os
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-_Tree = TypeVar("_Tree")
+from kernels_pallas import absent
 
-H200 = Path(__file__).with_name("h200.txtpb")
+_Tree = TypeVar("_Tree")
 
 
 def prepare(dump: Path) -> None:
     """Set up this process; call it before jax compiles anything. `report` reads the files in ``dump``."""
-    # From the nvidia-cuda-nvcc wheel: newer than most toolkits, and its code spills less.
-    tools = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin")
-    os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    # The plugin loads as a compiler only; as a platform it would look for a driver.
-    jax.config.update("jax_platforms", "cpu")
+    absent.prepare()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={xla_dump(dump)}"
     for what in ("HOST_LLVM", "PTX", "PTXAS", "SASS"):
         os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
@@ -32,18 +25,6 @@ def prepare(dump: Path) -> None:
 def xla_dump(dump: Path) -> Path:
     """The folder to which XLA writes its compiled modules."""
     return dump / "xla"
-
-
-def h200s(shape: tuple[int, ...] = (1,), names: tuple[str, ...] = ("x",)) -> Mesh:
-    """A mesh of absent devices to compile for, 8 on each host."""
-    count = math.prod(shape)
-    hosts = -(-count // 8)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        topology=f"1x{hosts}x{count // hosts}",
-        target_config=H200.read_text(encoding="utf-8"),
-    )
-    return topologies.make_mesh(topology, shape, names)
 
 
 def replicated(inputs: _Tree, mesh: Mesh) -> _Tree:

@@ -46,6 +46,7 @@ class LLM:
     """A model ready to generate. Not thread-safe.
 
     Attributes:
+        built: the folder of programs that were compiled before; None: there is none.
         group: the processes that run the engine together; None: this one alone.
         random_weights: whether the weights are random numbers, and ``weight_version`` is "SYNTHETIC".
         await_files: waits until pages may come from ``file_cache``.
@@ -70,8 +71,10 @@ class LLM:
         if self._rates is None:
             model = load_model(options, self._report)
             self._memory, self._decoding = DeviceMemory(model.params), model.decoding
+            self.built = model.built
         else:
             model, self._memory, self._decoding = describe_simulated(options), NoWeights(), None
+            self.built = None
         self.tokenizer, self.config = model.tokenizer, model.config
         self.folders, self.size = model.folders, model.size
         self.sampling_defaults = model.sampling
@@ -93,9 +96,10 @@ class LLM:
             language = simulated_language(self.config, self._rates or (), self.tokenizer)
             return simulated_engine(self.config, config, language, seconds, self._grammars)
         with self._report.phase("allocate cache"):
-            runner = make_runner(model.decoding, model.params, config, kept=model.kept)
-            version, cfg = {"weight_version": MARK} if self.random_weights else {}, model.decoding.model.cfg
-            return Engine(cfg, config, lead(runner, self.group), self._grammars, **version)
+            runner = make_runner(model.decoding, model.params, config, kept=model.kept, built=model.built)
+            version, built = MARK if self.random_weights else "0", model.built is not None
+            cfg = model.decoding.model.cfg
+            return Engine(cfg, config, lead(runner, self.group), self._grammars, version, built)
 
     @property
     def default_sampling_params(self) -> SamplingParams:

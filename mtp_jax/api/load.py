@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from mtp_jax import checkpoint
+from mtp_jax.api.built import with_adopted
 from mtp_jax.api.cache_size import CacheSize, sized
 from mtp_jax.api.compile_cache import use_compile_cache
 from mtp_jax.api.demo import demo_model
@@ -67,11 +68,13 @@ class LoadedModel(DescribedModel):
 
     Attributes:
         kept: the folder of kept programs (``decode/kept.py``); None: every program is compiled.
+        built: the folder of programs that `mtp-jax compile` made; None: there is none.
     """
 
     params: Params
     decoding: Decoding
     kept: Path | None
+    built: Path | None
 
 
 def describe_simulated(options: LLMOptions) -> DescribedModel:
@@ -101,10 +104,13 @@ def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
     return config
 
 
-def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
-    """Load the model of the options. Raises ConfigError, CheckpointError."""
+def load_model(options: LLMOptions, report: Reporter, *, abstract: bool = False) -> LoadedModel:
+    """Load the model of the options. Raises ConfigError, CheckpointError.
+
+    abstract: the weights are shapes alone, as config.json announces them.
+    """
     folder = use_compile_cache(options.compile_cache)
-    options = replace(options, mesh=with_auto_axes(options.mesh))
+    options = with_adopted(replace(options, mesh=with_auto_axes(options.mesh)))
     folders = _located(options, report)
     directory = folders[0]
     if options.load_format == "dummy":
@@ -127,7 +133,7 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
     sampling = sampling_defaults(directory, options.sampling_defaults)
     engine = _with_draft_vocab(engine, options, folders, described.vocab_size, outside)
     compare_weights = _compare(options, folders, engine, num_nextn_layers)
-    loaded = _weights(options, folders, engine.dtype, num_nextn_layers, report)
+    loaded = _weights(options, folders, engine.dtype, num_nextn_layers, report, abstract)
     with report.phase("place"):
         jax.block_until_ready(loaded.params)
         config, params = loaded.config, loaded.params
@@ -148,18 +154,29 @@ def load_model(options: LLMOptions, report: Reporter) -> LoadedModel:
         engine, size = sized(decoding, params, engine, options, tokenizer is not None, least)
     _LOG.info("sizes: %s", size.why)
     kept = folder if _keeps_programs(options) else None
-    return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, size=size)
+    built = None if options.programs is None else Path(options.programs)
+    return LoadedModel(config, engine, tokenizer, sampling, folders, params, decoding, kept, built, size=size)
 
 
 def _weights(
-    options: LLMOptions, folders: Sequence[Path], dtype: str, nextn: int | None, report: Reporter
+    options: LLMOptions,
+    folders: Sequence[Path],
+    dtype: str,
+    nextn: int | None,
+    report: Reporter,
+    abstract: bool,
 ) -> Loaded:
-    """The weights of the folders, or random numbers. nextn: NextN layers to load, None: all."""
+    """The weights of the folders, or random numbers, or shapes. nextn: NextN layers to load, None: all."""
     directory, draft = folders[0], folders[1] if len(folders) > 1 else None
-    if options.random_weights:
+    if options.random_weights or abstract:
         with report.phase("make weights"):
             return checkpoint.make_random(
-                directory, dtype=dtype, narrow="multiplied", mesh=options.mesh, num_nextn_layers=nextn
+                directory,
+                dtype=dtype,
+                narrow="multiplied",
+                mesh=options.mesh,
+                num_nextn_layers=nextn,
+                abstract=abstract,
             )
     with report.phase("read", "B") as update:
         return checkpoint.load(

@@ -53,18 +53,19 @@ def make_runner(
     *,
     allocate: bool = True,
     kept: Path | None = None,
+    built: Path | None = None,
 ) -> LocalRunner:
     """A runner with the slots and pages that ``config`` says. Raises ConfigError.
 
     allocate: False: the cache is not allocated, and ``params`` may hold shapes alone: nothing is launched.
-    kept: the folder of kept programs; None: every program is compiled.
+    kept, built: folders of kept programs, and of the programs of `mtp-jax compile`; None: there are none.
     """
     cfg, mesh = decoding.model.cfg, decoding.model.on.mesh
     check_divisible(cfg, mesh)
     shards = data_size(mesh)
     check_config(cfg, config, shards)
     shape = shape_of(config, config.pages_per_shard(shards))
-    runner = LocalRunner(decoding, params, shape, allocate=allocate, kept=kept)
+    runner = LocalRunner(decoding, params, shape, allocate=allocate, kept=kept, built=built)
     _check_host_cache(config, runner.page_bytes)
     return runner
 

@@ -117,6 +117,17 @@ class LLMOptions(EngineOptions):
         off=("--no-compile-cache", "compile everything again"),
         subject=MODEL,
     )
+    programs: str | Path | None = option(
+        None,
+        "folder of programs that mtp-jax compile made for these options: nothing is compiled at the start, "
+        "options that are not given are taken from there, and another value is refused; the folder is "
+        "trusted as a program is, so no other user may write to it",
+        kind=Path,
+        unset="programs are compiled, or found in compile_cache",
+        metavar="DIR",
+        subject=MODEL,
+        excludes={"group": "ranks compile together", **UNSIMULATED},
+    )
     chat_template: str | Path | None = option(
         None,
         "file of a chat template in Jinja, in the place of the model's own",

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from mtp_jax.checkpoint.formats import FOUR_BITS, FP8_BY_HEAD, STORED
 from mtp_jax.checkpoint.orbax_store import check_no_draft, convert, is_orbax, restore, save
 from mtp_jax.checkpoint.plan import make_plan
-from mtp_jax.checkpoint.random_weights import check_no_weights, random_model
+from mtp_jax.checkpoint.random_weights import abstract_model, check_no_weights, random_model
 from mtp_jax.checkpoint.read import Loaded, Loader, OnProgress
 from mtp_jax.checkpoint.summary import Summary, summarise
 from mtp_jax.checkpoint.write import export_nextn, save_checkpoint, save_drafter
@@ -95,15 +95,17 @@ def make_random(
     narrow: NarrowWeights | None = None,
     mesh: Mesh | None = None,
     num_nextn_layers: int | None = None,
+    abstract: bool = False,
 ) -> Loaded:
     """Make random weights in the place of a model's, with the sizes and types that config.json announces.
 
-    Devices make them, each its part; equal meshes have equal weights. See ``load`` for the arguments. Raises
-    ConfigError.
+    Devices make them, each its part; equal meshes have equal weights. abstract: make their shapes alone. See
+    ``load`` for the other arguments. Raises ConfigError.
     """
     mesh = with_auto_axes(mesh)
     cfg = config_of_file(Path(model_dir) / "config.json")
-    return random_model(cfg, dtype, formats_kept(dtype, narrow, mesh), mesh, num_nextn_layers)
+    make = abstract_model if abstract else random_model
+    return make(cfg, dtype, formats_kept(dtype, narrow, mesh), mesh, num_nextn_layers)
 
 
 def formats_kept(dtype: str, narrow: NarrowWeights | None = None, mesh: Mesh | None = None) -> frozenset[str]:

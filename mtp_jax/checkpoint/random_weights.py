@@ -49,6 +49,15 @@ def random_model(
     cfg: ModelConfig, dtype: str, keep: Collection[str], mesh: Mesh | None, nextn: int | None
 ) -> Loaded:
     """See ``checkpoint.make_random``. keep: as for ``abstract_params``. nextn: NextN layers; None: all."""
+    found = abstract_model(cfg, dtype, keep, mesh, nextn)
+    made = random_params(jax.random.key(_SEED), found.params, cfg.n_routed_experts)
+    return Loaded(found.config, made, 0)
+
+
+def abstract_model(
+    cfg: ModelConfig, dtype: str, keep: Collection[str], mesh: Mesh | None, nextn: int | None
+) -> Loaded:
+    """The shapes of ``random_model``'s parameters."""
     check_divisible(cfg, mesh)
     count = cfg.num_nextn_predict_layers
     if nextn is not None and not 0 <= nextn <= count:
@@ -56,8 +65,7 @@ def random_model(
             f"num_nextn_layers = {nextn}, but config.json counts {count}; expected 0 to {count}"
         )
     cfg = cfg.with_nextn(cfg.nextn_moe[:nextn])
-    shapes = abstract_params(cfg, dtype, keep, mesh)
-    return Loaded(cfg, random_params(jax.random.key(_SEED), shapes, cfg.n_routed_experts), 0)
+    return Loaded(cfg, abstract_params(cfg, dtype, keep, mesh), 0)
 
 
 def abstract_params(cfg: ModelConfig, dtype: str, keep: Collection[str], mesh: Mesh | None = None) -> Params:

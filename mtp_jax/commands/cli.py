@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mtp_jax.api.model_folder import head_folder, model_folder
-from mtp_jax.commands import chat, checkpoints, completion, generate, server
+from mtp_jax.commands import chat, checkpoints, compile, completion, generate, server
 from mtp_jax.commands.options import in_flags, random_weights, reporter
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import ConfigError, MtpJaxError
@@ -23,7 +23,7 @@ from mtp_jax.hub import is_name
 from mtp_jax.model.hf_config import is_gguf
 
 _BATCH, _SERVE = server.commands()
-_COMMANDS = (generate, _BATCH, chat, _SERVE, checkpoints)
+_COMMANDS = (generate, _BATCH, chat, _SERVE, compile, checkpoints)
 _GROUP = "mtp_jax.commands"
 """Entry points of installed packages: modules that ``register`` commands, or options of commands."""
 INTERRUPTED = 130

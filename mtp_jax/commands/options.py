@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from mtp_jax.api.built import adopted
 from mtp_jax.api.demo import demo_model
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
@@ -293,8 +294,8 @@ def engine_options(args: argparse.Namespace, completions: int) -> JsonObject:
 
     The depth is adaptive unless it is fixed: without options no command is slower for its drafts.
     """
-    found = _adaptive(given(args, LLMOptions))
-    data, _ = found.get("mesh", (1, 1))
+    found = adopted(given(args, LLMOptions))  # the options of a folder of programs, if one is named
+    found, (data, _) = _adaptive(found), found.get("mesh", (1, 1))
     if completions < _MOST_SLOTS:  # else the device decides
         found.setdefault("max_num_seqs", -(-completions // data) * data)
     if "simulate" in args:  # of `serve` alone: its answers say that they are simulated

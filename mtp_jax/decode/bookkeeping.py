@@ -72,8 +72,8 @@ def abstract_state(
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=over_data), state)
 
 
-def empty_state(abstract: State) -> State:
-    """A zeroed state of these shapes: no slot is active. Raises ConfigError.
+def check_room(abstract: State) -> None:
+    """Raise ConfigError where this computer has no room for a state on its CPU.
 
     A GPU refuses a cache that it has no room for; on a CPU the system kills the process once the memory is
     written.
@@ -84,6 +84,10 @@ def empty_state(abstract: State) -> State:
             f"the cache takes {size / 2**30:,.1f} GiB, this computer has {memory / 2**30:,.1f}; lower "
             "num_pages, max_num_seqs or max_model_len"
         )
+
+
+def empty_state(abstract: State) -> State:
+    """A zeroed state of these shapes: no slot is active."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
 
 

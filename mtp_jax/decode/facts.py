@@ -1,7 +1,7 @@
-"""A digest of everything that determines the programs of this process, found without tracing one.
+"""Everything that determines the programs of this process, as named facts, found without tracing one.
 
-Two processes with the same digest would compile the same programs; processes that would compile the same may
-still differ in it, which costs a compilation. So an object whose meaning the digest cannot hold is an error,
+Two processes with the same facts would compile the same programs; processes that would compile the same may
+still differ in one, which costs a compilation. So an object whose meaning a digest cannot hold is an error,
 ``Unknown``: a class from outside of these packages, whose source no version names, or a closure.
 """
 
@@ -9,11 +9,13 @@ import dataclasses
 import enum
 import hashlib
 import os
+import platform
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -38,17 +40,31 @@ _VERSIONED = _OURS | sys.stdlib_module_names - {"__main__", "unittest"} | {
 _CONSTANTS = (bool, int, float, str, bytes, tuple, frozenset)
 _INNER = ("fget", "func", "__func__")
 _ENVIRONMENT = ("XLA_", "TF_", "LIBTPU_", "CUDA_")
-# Options of jax's own cache of programs, whose folder is one of them.
-_CACHE_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
+# Options of jax that say where programs lie, or which devices there are: a fact is which run.
+_ELSEWHERE = (
+    "jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache",
+    "jax_platforms", "jax_num_cpu_devices",
+)  # fmt: skip
+# Packages with a compiler for other devices than processors.
+_COMPILERS = ("jax-cuda13-pjrt", "jax-cuda13-plugin", "libtpu")
+# Levels of dataclasses whose fields are facts of their own: the third of ``Decoding`` has the model's sizes.
+_LEVELS = 3
 
 
 class Unknown(TypeError):
     """Something has a part in a program, and the digest cannot hold its meaning."""
 
 
-def digest_of(*facts: Any) -> str:
-    """The digest of this process's environment and code, and of ``facts``, as ``digest``."""
-    return digest(_environment(), _code(), *facts)
+def named(devices: Sequence[Any], **subjects: Any) -> dict[str, str]:
+    """The facts by name: the value where it is short, else its digest.
+
+    devices: the devices that run the programs, which need not be here. subjects: as ``digest`` takes them;
+    fields of a dataclass are facts of their own. Raises Unknown for an object that no digest can hold.
+    """
+    found = _environment(devices) | _code()
+    for name, value in subjects.items():
+        found |= _told(name, value, _LEVELS)
+    return found
 
 
 def digest(*facts: Any) -> str:
@@ -62,28 +78,61 @@ def digest(*facts: Any) -> str:
     return found.hexdigest()
 
 
-def _environment() -> tuple[Any, ...]:
+def _told(name: str, value: Any, levels: int) -> dict[str, str]:
+    if isinstance(value, bool | int | float | str | None) and not isinstance(value, enum.Enum):
+        return {name: repr(value)}
+    if levels and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = {name: _name(type(value))}
+        for field in dataclasses.fields(value):
+            found |= _told(f"{name}.{field.name}", getattr(value, field.name), levels - 1)
+        return found
+    return {name: digest(value)}
+
+
+def _environment(devices: Sequence[Any]) -> dict[str, str]:
     """Versions, devices, and options of jax and XLA."""
-    client = jax.devices()[0].client
-    return (
-        (sys.version, jax.__version__, flax.__version__, np.__version__),
-        program_folder(),
-        (client.platform, client.platform_version),
-        tuple((d.id, d.device_kind, d.process_index) for d in jax.devices()),
-        tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_ENVIRONMENT))),
-        tuple((k, repr(v)) for k, v in jax.config.values.items() if not k.startswith(_CACHE_OPTIONS)),
-        repr(jax.sharding.get_abstract_mesh()),
-    )
+    first = devices[0]
+    found = {
+        "Python": sys.version,
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "numpy": np.__version__,
+        "devices": f"{first.platform}, {first.device_kind}, {[(d.id, d.process_index) for d in devices]}",
+    }
+    if first.platform == "cpu":
+        found["jaxlib, processor and cores"] = program_folder()
+        found["platform"] = f"{first.client.platform}, {first.client.platform_version}"
+    else:
+        found["jaxlib"] = version("jaxlib")
+        found["processor"] = platform.machine()
+        found |= {name: _version(name) for name in _COMPILERS}
+    environment = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)}
+    options = {k: repr(v) for k, v in jax.config.values.items() if not k.startswith(_ELSEWHERE)}
+    mesh = jax.sharding.get_abstract_mesh()
+    # The mesh around a compilation for absent devices describes them, which are a fact already.
+    around = "none" if mesh.empty or mesh.abstract_device is not None else repr(mesh)
+    return found | environment | options | {"mesh around": around}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
 
 
 # The code of this process
 
 
-def _code() -> tuple[Any, ...]:
+def _code() -> dict[str, str]:
     """The source of these packages, and the constants of modules as they are now."""
     if changed() is not None:
         raise Unknown(f"{changed()} has changed since this process began, so its code may be another")
-    return _source(), tuple(_constants())
+    return {
+        "mtp-jax": _version("mtp-jax"),
+        "source of mtp-jax": _source(),
+        "constants": digest(*_constants()),
+    }
 
 
 def changed() -> Path | None:
@@ -201,7 +250,7 @@ def _parts(value: Any) -> bytes | tuple[Any, ...]:
 def _of_jax(value: Any) -> tuple[Any, ...]:
     match value:
         case jax.ShapeDtypeStruct():
-            return value.shape, value.dtype, value.sharding, value.weak_type, repr(value.format)
+            return value.shape, value.dtype, value.sharding, value.weak_type, repr(value.format.layout)
         case jax.Device():
             return value.platform, value.device_kind, value.id
         case Mesh():

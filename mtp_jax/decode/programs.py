@@ -15,11 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Float, Int
 
 from mtp_jax.decode.arrays import Chunk, SlotRow
-from mtp_jax.decode.bookkeeping import admit, flush, move, read_experts, read_pages, update, write_pages
+from mtp_jax.decode.bookkeeping import (
+    admit,
+    check_room,
+    empty_state,
+    flush,
+    move,
+    read_experts,
+    read_pages,
+    update,
+    write_pages,
+)
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.drafter.protocol import Drafts
 from mtp_jax.decode.kept import KeptPrograms
@@ -66,16 +76,24 @@ class Programs:
         state: State,
         folder: Path | None = None,
         layers: Params | None = None,
+        built: Path | None = None,
     ) -> None:
         """Compiles nothing yet.
 
-        ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs. folder: of kept programs.
-        layers: the parameters that scores read, layer by layer; None: ``params``.
+        ``params`` and ``state`` may be ``ShapeDtypeStruct`` trees: nothing runs; placed on a device that is
+        not here, they are compiled for it. folder, built: folders of ``KeptPrograms``. layers: the
+        parameters that scores read, layer by layer; None: ``params``. Raises ConfigError for programs in
+        ``built`` that do not fit.
         """
         self.decoding, self._on = decoding, decoding.model.on
         self._params, self._state = params, state
         self._layers = params if layers is None else layers
-        self.kept = KeptPrograms(folder, self._on.mesh, decoding, params, state)
+        self._place = _absent(params)
+        if self._place is not None:
+            params, state = jax.tree.map(_anywhere, (params, state))
+        devices = self._on.mesh.devices.flat if self._on.mesh is not None else ()
+        devices = devices if self._place is None else self._place.device_set
+        self.kept = KeptPrograms(folder, [*devices], built, decoding=decoding, weights=params, cache=state)
         self._compiled: dict[Key, Any] = {}
         self._covering: dict[StepKey, StepKey | None] = {}
         self._lock = threading.Lock()
@@ -146,10 +164,24 @@ class Programs:
             self._compiled[key] = program
             self._covering = {}
 
+    def prepare_state(self) -> None:
+        """Compile the program that makes a state, where programs are kept."""
+        if self.kept.keeps:
+            self._empty()
+
+    def _empty(self) -> Any:
+        def lower() -> jax.stages.Lowered:
+            made = _named(partial(empty_state, self._state), "empty")
+            return jax.jit(made, out_shardings=self._in_place or self._place).lower()
+
+        if "empty" not in self._bookkeeping:
+            self._bookkeeping["empty"] = self._built("empty", None, lower, serves=False)
+        return self._bookkeeping["empty"]
+
     def _prepare_bookkeeping(self, *keys: Key) -> None:
         """Compile the programs that all of these keys need but scores, which see no state."""
-        if not (self._bookkeeping or all(isinstance(key, ScoreKey) for key in keys)):
-            self._bookkeeping = self._compile_bookkeeping()
+        if not ("admit" in self._bookkeeping or all(isinstance(key, ScoreKey) for key in keys)):
+            self._bookkeeping |= self._compile_bookkeeping()
 
     def find(self, need: StepKey) -> StepKey | None:
         """The cheapest compiled key for ``need``, at its depth; None if no program covers it."""
@@ -188,7 +220,7 @@ class Programs:
         self, key: DraftKey, params: Params, state: State, slot: int
     ) -> tuple[Int[Array, "B K"], Float[Array, "B K V"]]:
         """Run a compiled draft of one slot; the result has rows for all."""
-        return self._compiled[key](params, state, jnp.int32(slot))
+        return self._compiled[key](params, state, np.int32(slot))
 
     def score(self, key: ScoreKey, layers: Params, tokens: Int[Any, "n T"]) -> Positions:
         """Run a compiled score. layers: the parameters, layer by layer."""
@@ -202,13 +234,22 @@ class Programs:
         """Write pages, int32 [key.pages], counted over all shards."""
         return self._compiled[key].write(state, pages, data)
 
+    def empty_state(self) -> State:
+        """A zeroed state, in which no slot is active. Raises ConfigError where it has no room.
+
+        Where programs are kept, one of them makes it. Elsewhere each array is made by itself, by a small
+        program that engines of other shapes share.
+        """
+        check_room(self._state)
+        return self._empty()() if self.kept.keeps else empty_state(self._state)
+
     def admit(self, state: State, slot: int, row: SlotRow, tail: int) -> State:
         """Put a request's row into a slot; ``tail``: the page it goes on from, counted over all shards."""
-        return self._bookkeeping["admit"](state, jnp.int32(slot), row, jnp.int32(tail))
+        return self._bookkeeping["admit"](state, np.int32(slot), row, np.int32(tail))
 
     def move(self, state: State, source: int, target: int) -> State:
         """Let a request go on in another slot."""
-        return self._bookkeeping["move"](state, jnp.int32(source), jnp.int32(target))
+        return self._bookkeeping["move"](state, np.int32(source), np.int32(target))
 
     def update(self, state: State, keep: Any, page_table: Any) -> State:
         """Switch slots off and renew the page table."""
@@ -412,6 +453,17 @@ class Programs:
 def _program(key: Key) -> Key:
     """The executable that a key names."""
     return key.program if isinstance(key, StepKey) else key
+
+
+def _absent(params: Params) -> SingleDeviceSharding | None:
+    """The place of parameters on a device that is not here; None: they are here, or on a mesh."""
+    found = jax.tree.leaves(params)[0].sharding
+    there = isinstance(found, SingleDeviceSharding) and not found.device_set <= {*jax.devices()}
+    return found if there else None
+
+
+def _anywhere(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def _mover(weights: Any) -> str:

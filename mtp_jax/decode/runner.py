@@ -10,7 +10,7 @@ import numpy as np
 
 from mtp_jax.decode import launches
 from mtp_jax.decode.arrays import ExpertLayout, MaskMaker, PageData, Result, SlotRow
-from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page, empty_state
+from mtp_jax.decode.bookkeeping import abstract_state, bytes_per_page
 from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.keys import Key, PageKey, StepKey
 from mtp_jax.decode.launches import DeviceRunner, Launch, Traits
@@ -52,10 +52,11 @@ class LocalRunner(DeviceRunner):
         *,
         allocate: bool = True,
         kept: Path | None = None,
+        built: Path | None = None,
     ) -> None:
-        """Allocates the cache; compiles nothing yet. Raises ConfigError.
+        """Allocates the cache; compiles nothing else yet. Raises ConfigError.
 
-        allocate: False: the cache stays released, and ``state`` has its shapes. kept: the folder of kept
+        allocate: False: the cache stays released, and ``state`` has its shapes. kept, built: folders of kept
         programs (``KeptPrograms``).
         """
         model, on = decoding.model, decoding.model.on
@@ -64,8 +65,8 @@ class LocalRunner(DeviceRunner):
         self.take(params)
         groups = [len(g) if isinstance(g, Stack) else None for g in self.params.layers]
         abstract = abstract_state(model, decoding.drafter, shape, self.layout, groups)
-        self.programs = Programs(decoding, shapes(self.params), abstract, kept, shapes(params))
-        self._abstract, self.state = abstract, empty_state(abstract) if allocate else abstract
+        self.programs = Programs(decoding, shapes(self.params), abstract, kept, shapes(params), built)
+        self._abstract, self.state = abstract, self.programs.empty_state() if allocate else abstract
         self._shape = shape
 
     def take(self, params: Params) -> None:
@@ -137,7 +138,7 @@ class LocalRunner(DeviceRunner):
             case launches.ReleaseCache():
                 self.state = self._abstract
             case launches.AllocateCache():
-                self.state = empty_state(self._abstract)
+                self.state = self.programs.empty_state()
             case _:
                 self._change_params(launch)
         return lambda: None

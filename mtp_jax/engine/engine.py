@@ -26,6 +26,7 @@ from mtp_jax.decode.keys import (
     Origin,
     PageKey,
     StepKey,
+    cheapest,
 )
 from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
@@ -70,11 +71,13 @@ class Engine:
         runner: Runner,
         grammars: Grammars | None = None,
         weight_version: str = "0",
+        built: bool = False,
     ) -> None:
         """Compiles nothing yet (``prepare``).
 
         runner: a runner with the slots and pages of ``config``. grammars: the compiler for structured output;
-        None refuses structured output. weight_version: names the parameters that the runner has.
+        None refuses structured output. weight_version: names the parameters that the runner has. built:
+        whether a server's programs are compiled already, so that requests are served by these.
         """
         self.cfg, self.config, self.runner = cfg, config, runner
         self.grammars = None if config.law else grammars  # a forced verdict asks none
@@ -90,6 +93,7 @@ class Engine:
         self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)
         self._inputs = InputProcessor(cfg, config, self.pages, self.grammars, runner.clock)
         self.launches, self.weight_version, self.asleep = 0, weight_version, False
+        self._built = built
         self._warm: set[Key] = set()
         self._seeds = np.random.default_rng(config.seed)
         self._inflight: deque[Launched] = deque()
@@ -149,8 +153,16 @@ class Engine:
         every_size: compile smaller steps, too, for the time when few requests are left.
         """
         keys = self.buckets.prepare([*self.scheduler.live(), *requests], every_size)
+        if self._built:
+            keys = [*dict.fromkeys(map(self._covering, keys))]
         self.runner.compile(keys, done)
         self.warm_up(keys)
+
+    def _covering(self, key: Key) -> Key:
+        """The cheapest of a server's programs that covers a key, or the key itself."""
+        first, rest = self.warm_up_keys()
+        found = cheapest([*first, *rest], key) if isinstance(key, StepKey) else None
+        return key if found is None else found.program
 
     def warm_up(self, keys: Iterable[Key]) -> None:
         """Run compiled programs over empty slots: the first run of each takes many times longer.

@@ -89,6 +89,8 @@ def with_draft_rows(params: Params, ids: Sequence[int], mesh: Mesh | None) -> Pa
     def rows(a: Any) -> Any:
         if isinstance(a, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((len(padded), *a.shape[1:]), a.dtype, sharding=a.sharding)
+        if mesh is None and jax.default_backend() == "cpu":
+            return jax.device_put(np.take(np.asarray(a), padded, axis=0))  # which compiles nothing
         return take(a)
 
     whole = params.table
@@ -102,6 +104,6 @@ def with_draft_rows(params: Params, ids: Sequence[int], mesh: Mesh | None) -> Pa
 def _whole(places: np.ndarray, mesh: Mesh | None) -> jax.Array:
     """The places on the devices, split as logits are."""
     if mesh is None:
-        return jnp.asarray(places)
+        return jax.device_put(places)  # which compiles nothing
     where = NamedSharding(mesh, partition("vocab"))
     return jax.make_array_from_callback(places.shape, where, lambda index: places[index])

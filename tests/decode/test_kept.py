@@ -17,9 +17,12 @@ from jax.sharding import Mesh
 
 from mtp_jax.api.local import backend_of, decoding_of, local_runner, make_runner
 from mtp_jax.decode import facts
+from mtp_jax.decode.decoding import Decoding
 from mtp_jax.decode.kept import KeptPrograms
 from mtp_jax.decode.keys import DraftKey, PageKey, SamplingMode, StepKey
+from mtp_jax.decode.manifest import Manifest
 from mtp_jax.engine.engine import Engine
+from mtp_jax.errors import ConfigError
 from mtp_jax.model import moe
 from mtp_jax.model.params import param_specs
 from mtp_jax.model.products.cpu import CpuProducts
@@ -80,94 +83,114 @@ def test_programs_of_every_kind_are_kept(tmp_path, compilations, mesh):
 # Facts: everything that may make another program makes another digest.
 
 
-def digest(**config: Any) -> str:
+Facts = dict[str, str]
+
+
+def named(**config: Any) -> Facts:
     sizes = engine_config(**config)
-    decoding = decoding_of(SMALL, sizes, backend_of(sizes))
-    return facts.digest_of(decoding, SPECS)
+    return of(decoding_of(SMALL, sizes, backend_of(sizes)))
+
+
+def of(decoding: Decoding | None = None, specs: Any = SPECS) -> Facts:
+    return facts.named(jax.devices()[:1], decoding=decoding, weights=specs)
 
 
 def test_a_digest_does_not_depend_on_the_order_of_imports(monkeypatch):
     """A package has its modules in the order of their imports; a first process may convert a file before."""
-    before, package = facts.digest_of(), sys.modules["mtp_jax.model"]
+    before, package = of(), sys.modules["mtp_jax.model"]
     first = next(name for name, value in vars(package).items() if isinstance(value, ModuleType))
     module = getattr(package, first)
     monkeypatch.delattr(package, first)
     monkeypatch.setattr(package, first, module, raising=False)
     assert [*vars(package)][-1] == first
-    assert facts.digest_of() == before
+    assert of() == before
 
 
-def test_a_digest_is_the_same_twice():
-    assert digest() == digest()
+def test_facts_are_the_same_twice():
+    assert named() == named()
 
 
-def other_dtype(patch: pytest.MonkeyPatch) -> str:
+def other_dtype(patch: pytest.MonkeyPatch) -> Facts:
     wide = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), SPECS)
-    return facts.digest_of(decoding_of(SMALL, sizes := engine_config(), backend_of(sizes)), wide)
+    return of(decoding_of(SMALL, sizes := engine_config(), backend_of(sizes)), wide)
 
 
-def other_shape(patch: pytest.MonkeyPatch) -> str:
+def other_shape(patch: pytest.MonkeyPatch) -> Facts:
     own = replace(SPECS, embed=jax.ShapeDtypeStruct((SPECS.embed.shape[0] + 1, 32), jnp.float32))
-    return facts.digest_of(decoding_of(SMALL, sizes := engine_config(), backend_of(sizes)), own)
+    return of(decoding_of(SMALL, sizes := engine_config(), backend_of(sizes)), own)
 
 
-def other_option(patch: pytest.MonkeyPatch) -> str:
-    return digest(suffix_drafts=True)
+def other_option(patch: pytest.MonkeyPatch) -> Facts:
+    return named(suffix_drafts=True)
 
 
-def other_config(patch: pytest.MonkeyPatch) -> str:
+def other_config(patch: pytest.MonkeyPatch) -> Facts:
     sizes, own = engine_config(), replace(SMALL, rms_norm_eps=1e-3)
-    return facts.digest_of(decoding_of(own, sizes, backend_of(sizes)), SPECS)
+    return of(decoding_of(own, sizes, backend_of(sizes)))
 
 
-def other_version(patch: pytest.MonkeyPatch) -> str:
+def other_version(patch: pytest.MonkeyPatch) -> Facts:
     patch.setattr(jax, "__version__", "0.99")
-    return digest()
+    return named()
 
 
-def other_flags(patch: pytest.MonkeyPatch) -> str:
+def other_flags(patch: pytest.MonkeyPatch) -> Facts:
     patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
-    return digest()
+    return named()
 
 
-def other_precision(patch: pytest.MonkeyPatch) -> str:
+def other_precision(patch: pytest.MonkeyPatch) -> Facts:
     with jax.default_matmul_precision("highest"):
-        return digest()
+        return named()
 
 
-def other_processor(patch: pytest.MonkeyPatch) -> str:
+def other_processor(patch: pytest.MonkeyPatch) -> Facts:
     patch.setattr(platform, "machine", lambda: "another")
-    return digest()
+    return named()
 
 
-def other_source(patch: pytest.MonkeyPatch) -> str:
+def other_source(patch: pytest.MonkeyPatch) -> Facts:
     read = Path.read_bytes
     patch.setattr(Path, "read_bytes", lambda self: read(self) + b" " * (self.name == "trunk.py"))
     facts._source.cache_clear()
-    found = digest()
+    found = named()
     facts._source.cache_clear()
     return found
 
 
-def other_constant(patch: pytest.MonkeyPatch) -> str:
+def other_constant(patch: pytest.MonkeyPatch) -> Facts:
     patch.setattr(moe, "_TILES", (16, 128))
-    return digest()
+    return named()
 
 
-def other_method(patch: pytest.MonkeyPatch) -> str:
+def other_method(patch: pytest.MonkeyPatch) -> Facts:
     patch.setattr(CpuProducts, "norm", CpuProducts.add)
-    return digest()
+    return named()
 
 
-OTHERS = (
-    other_config, other_constant, other_dtype, other_flags, other_method, other_option, other_precision,
-    other_processor, other_shape, other_source, other_version,
-)  # fmt: skip
+# The names under which a user hears of them.
+OTHERS = {
+    other_config: "decoding.model.cfg.rms_norm_eps",
+    other_constant: "constants",
+    other_dtype: "weights.embed",
+    other_flags: "XLA_FLAGS",
+    other_method: "constants",
+    other_option: "decoding.drafter",
+    other_precision: "jax_default_matmul_precision",
+    other_processor: "jaxlib, processor and cores",
+    other_shape: "weights.embed",
+    other_source: "source of mtp-jax",
+    other_version: "jax",
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_fact_makes_another_digest(monkeypatch, other: Callable[[pytest.MonkeyPatch], str]):
-    assert digest() != other(monkeypatch)
+def test_another_fact_makes_another_digest_and_has_a_name(monkeypatch, tmp_path, other):
+    there, here = named(), other(monkeypatch)
+    assert {name for name in {**there, **here} if there.get(name) != here.get(name)} >= {OTHERS[other]}
+    with pytest.raises(ConfigError, match=f"do not fit this process: .*{OTHERS[other]}"):
+        Manifest(there, {}, {}).check_facts(tmp_path, here)
+    Manifest(there, {}, {}).check_facts(tmp_path, there)
 
 
 def test_keys_that_differ_in_nothing_but_their_mode_have_other_digests():
@@ -210,7 +233,7 @@ def test_functions_whose_source_nothing_names_are_refused(monkeypatch):
             facts.digest(outside)
     monkeypatch.setattr(moe, "moved", answer, raising=False)
     with pytest.raises(facts.Unknown, match="test_kept"):
-        digest()
+        named()
 
 
 class Outside:
@@ -220,7 +243,7 @@ class Outside:
 def test_a_process_whose_source_was_written_since_it_began_has_no_digest(monkeypatch):
     monkeypatch.setattr(facts, "_began", lambda: 0.0)
     with pytest.raises(facts.Unknown, match="since this process began"):
-        digest()
+        named()
 
 
 def test_the_digest_holds_the_source_of_all_that_traces():
@@ -249,23 +272,23 @@ def damaged(data: bytes, other: bytes) -> list[bytes]:
 
 
 def test_a_file_that_is_damaged_or_of_another_program_is_written_anew_and_said_once(tmp_path, caplog):
-    assert product(KeptPrograms(tmp_path, None), 2) == 2
+    assert product(KeptPrograms(tmp_path), 2) == 2
     (path,) = tmp_path.iterdir()
-    assert product(KeptPrograms(tmp_path, None), 3) == 3
+    assert product(KeptPrograms(tmp_path), 3) == 3
     (other,) = {*tmp_path.iterdir()} - {path}
     whole = path.read_bytes()
     for data in damaged(whole, other.read_bytes()):
         assert data != whole
         path.write_bytes(data)
-        kept = KeptPrograms(tmp_path, None)
+        kept = KeptPrograms(tmp_path)
         caplog.clear()
         assert product(kept, 2) == 2
         assert (kept.loaded, kept.compiled) == (0, 1)
         assert [path.name in told for told in caplog.messages] == [True]
-        assert product(KeptPrograms(tmp_path, None), 2) == 2
+        assert product(KeptPrograms(tmp_path), 2) == 2
     path.write_bytes(b"")
     other.write_bytes(b"")
-    kept = KeptPrograms(tmp_path, None)
+    kept = KeptPrograms(tmp_path)
     caplog.clear()
     assert (product(kept, 2), product(kept, 3)) == (2, 3)
     assert len(caplog.messages) == 1
@@ -280,12 +303,12 @@ def test_a_kept_program_is_never_one_that_jaxs_cache_has_loaded(tmp_path, monkey
         seen.append(jax.config.values[option])
         return make()
 
-    KeptPrograms(tmp_path, None).get("product", 5, compile)
+    KeptPrograms(tmp_path).get("product", 5, compile)
     assert seen == [False]
     assert jax.config.values[option] == before
 
 
 def test_a_folder_that_cannot_be_written_costs_the_keeping_alone(tmp_path):
-    kept = KeptPrograms(tmp_path / "nowhere", None)
+    kept = KeptPrograms(tmp_path / "nowhere")
     assert product(kept, 2) == product(kept, 2) == 2
     assert kept.compiled == 2

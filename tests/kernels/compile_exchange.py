@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from kernels_pallas import absent
 from kernels_pallas.deviceless import target
 from mtp_jax.lab.bench.shapes import v3
 from mtp_jax.model import trunk
@@ -35,7 +36,7 @@ SLOTS, WINDOW, ROWS = 64, 2, 1024
 
 def compile_trunk(gpus: int, micro_batches: int, layers: int, room: float, dump: Path) -> str:
     """The text of the compiled pass of one dense layer and so many MoE layers over all slots' windows."""
-    mesh = target.h200s((gpus, 1), ("data", "model"))
+    mesh = absent.mesh_of("h200", (gpus, 1), ("data", "model"))
     exchange = Exchange(gpus, 1 if gpus == 8 else 8, room)
     on, cfg = mosaic_gpu(mesh, exchange=exchange, micro_batches=micro_batches), v3(1 + layers)
     slots, columns = gpus * SLOTS, ROWS // PAGE

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels_pallas import absent
 from kernels_pallas.deviceless import report, target
 from mtp_jax.checkpoint.random_weights import abstract_params
 from mtp_jax.decode.bookkeeping import abstract_state
@@ -244,7 +245,7 @@ def main() -> int:
         cases = [(kind + on, load, on) for kind, load in LOADS.items() for on in load.meshes]
         for name, load, on in cases:
             if arguments.pattern in name:
-                mesh = target.h200s(MESHES[on], ("data", "model"))
+                mesh = absent.mesh_of("h200", MESHES[on], ("data", "model"))
                 for what in ("PTX", "PTXAS", "SASS"):  # of some fifty kernels, minutes' worth
                     os.environ.pop(f"MOSAIC_GPU_DUMP_{what}", None)
                 check = check_layer if arguments.layer else check_step

@@ -1,0 +1,166 @@
+"""Programs of `mtp-jax compile`: the same tokens with nothing compiled; nothing else is taken for them."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from kernels_pallas import absent
+from mtp_jax import LLM, RequestOutput
+from mtp_jax.api.load import load_model
+from mtp_jax.api.local import local_runner
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.api.progress import Silent
+from mtp_jax.commands import cli
+from mtp_jax.decode import facts
+from mtp_jax.decode.keys import SamplingMode, StepKey
+from mtp_jax.decode.manifest import FILE
+from mtp_jax.engine.buckets import Buckets
+from mtp_jax.errors import ConfigError
+from mtp_jax.model.params import shapes
+from tests import golden
+from tests.api.helpers import GREEDY, PROMPT, RIGGED, last, serving, tokens
+from tests.decode.helpers import compilations as compilations
+
+IDS = ["--token-ids", "1,2", "-q"]
+WANT = golden.expected("rigged")
+SIZES = ["--max-num-seqs", "1", "--max-model-len", "64", "--page-size", "16", "--prefill-chunk", "16"]
+ASKED = [*SIZES, "--num-speculative-tokens", "2", "--fixed-depth", "--no-compile-cache"]
+
+
+def few(self: Buckets, structured: bool) -> tuple[list[StepKey], list[StepKey]]:
+    """Programs that serve greedy prompts: a chunk, and a step."""
+    del structured
+    greedy, pages = SamplingMode(), self._config.columns
+    return [StepKey(0, 0, pages, greedy, 16, 1), StepKey(1, 2, pages, greedy)], []
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("built") / "programs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buckets, "server", few)
+        assert cli.main(["compile", str(RIGGED), "--out", str(folder), "-q", *ASKED]) == 0
+        yield folder
+
+
+@pytest.fixture
+def copied(built, tmp_path) -> Iterator[Path]:
+    for path in built.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def opened(folder: Path | None, **options: Any) -> LLM:
+    return LLM(RIGGED, programs=folder, compile_cache=None, **options)
+
+
+def check(output: RequestOutput) -> None:
+    """The golden tokens, drafted as often."""
+    assert tokens(output) == WANT["spec_ids.2"].tolist()
+    assert output.speculation.accepted == WANT["spec_accept.2"].sum() > 4
+
+
+def test_a_server_answers_without_compiling_or_lowering(built, compilations):
+    llm = opened(built)
+
+    async def run() -> RequestOutput:
+        async with serving(llm) as allm:
+            return await last(allm.generate(PROMPT, GREEDY))
+
+    check(asyncio.run(run()))
+    assert not [event for event in compilations if "trace" not in event]
+    kept = local_runner(llm.engine).programs.kept
+    assert (kept.compiled, kept.loaded) == (0, len(kept_files(built)))
+    assert llm.engine.config.max_num_seqs == 1
+
+
+def kept_files(folder: Path) -> dict[str, str]:
+    return json.loads((folder / FILE).read_text())["programs"]
+
+
+def test_prompts_are_completed_by_the_programs_of_a_server(built, compilations):
+    """Here a program of the very size that a prompt needs is not there."""
+    (output,) = opened(built).generate([PROMPT[:3]], GREEDY)
+    assert not [event for event in compilations if "trace" not in event]
+    assert len(tokens(output)) == 24
+
+
+def test_another_option_is_refused_by_its_name(built, capsys):
+    assert cli.main(["generate", str(RIGGED), "--programs", str(built), "--max-num-seqs", "2", *IDS]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: --max-num-seqs 2, but the programs in ") or told.startswith(
+        "error: max_num_seqs = 2, but the programs in "
+    )
+    assert "were compiled with 1; leave" in told
+    for name, value in (("max_model_len", 32), ("num_speculative_tokens", 1), ("suffix_drafts", True)):
+        with pytest.raises(ConfigError, match=f"{name} = .*, but the programs in .* were compiled with"):
+            opened(built, **{name: value})
+
+
+def test_another_fact_is_refused_by_its_name(built, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "__version__", "0.99")
+        with pytest.raises(ConfigError, match=r"do not fit this process: jax was '?0\.1.*here it is '?0\.99"):
+            opened(built)
+    config = json.loads((RIGGED / "config.json").read_text()) | {"rms_norm_eps": 0.25}
+    for path in RIGGED.iterdir():
+        (tmp_path / path.name).symlink_to(path.resolve())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"decoding.model.cfg.rms_norm_eps was 1e-06, here it is 0.25"):
+        LLM(tmp_path, programs=built, compile_cache=None)
+
+
+def test_a_damaged_file_or_manifest_is_refused(copied):
+    found = json.loads((copied / FILE).read_text())
+    path = copied / next(name for name in found["programs"] if name.startswith("empty"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ConfigError, match=f"{path.name} cannot be used: it is damaged, or was replaced"):
+        opened(copied)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"cannot be used: .*No such file"):
+        opened(copied)
+    for text, told in (("{}", "is damaged"), ("[", "is damaged"), ('{"format": 2}', "has format 2")):
+        (copied / FILE).write_text(text)
+        with pytest.raises(ConfigError, match=told):
+            opened(copied)
+    (copied / FILE).unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read .*; name a folder that mtp-jax compile"):
+        opened(copied)
+
+
+@pytest.mark.rest
+def test_a_program_that_is_not_there_is_compiled_and_named(built, compilations, caplog):
+    llm = opened(built)
+    assert len(llm.draft(PROMPT, 2).token_ids) == 2
+    assert compilations
+    assert any("draft_k2_p" in told and "not among the programs" in told for told in caplog.messages)
+
+
+def test_shapes_that_config_json_announces_are_these_of_the_files():
+    """So programs that were compiled without weights fit."""
+    options = LLMOptions(RIGGED, max_model_len=64, compile_cache=None)
+    found = [load_model(options, Silent(), abstract=abstract) for abstract in (True, False)]
+    told = [facts.named(jax.devices()[:1], decoding=m.decoding, weights=shapes(m.params)) for m in found]
+    assert told[0] == told[1]
+
+
+def test_a_card_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch):
+    def none(*given: Any) -> None:
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(absent, "mesh_of", none)
+    monkeypatch.setattr(absent, "prepare", lambda: None)
+    assert cli.main(["compile", str(RIGGED), "--gpu", "h200", "--out", str(tmp_path / "out"), "-q"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "error: gpu = 'h200' needs jax's CUDA compiler (topology not implemented for cuda)"
+    )
+    assert told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
