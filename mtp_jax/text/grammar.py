@@ -98,7 +98,7 @@ class StructuredOutput:
         if self.ebnf is not None:  # converted where it is compiled
             _check_length("ebnf", len(_text(self.ebnf)))
         elif self.structural_tag is not None:
-            _check_length("structural_tag", len(json.dumps(self._tags)))
+            _ = self._tags
         elif not callable(self.lark):
             _check_length(given[0], len(self.grammar))
 
@@ -128,9 +128,11 @@ class StructuredOutput:
     def _tags(self) -> JsonMapping:
         given = self.structural_tag
         try:
-            found = json.loads(_text(given)) if isinstance(given, str) else given
-        except ValueError as error:
+            found = json.loads(given) if isinstance(given, str) else given
+            length = len(json.dumps(found))
+        except _NO_GRAMMAR as error:
             raise RequestError(f"structural_tag is not JSON: {error}") from error
+        _check_length("structural_tag", length)
         if not isinstance(found, Mapping):
             raise RequestError(f"structural_tag is a {type(found).__name__}; expected an object")
         return found

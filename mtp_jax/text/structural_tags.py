@@ -35,7 +35,10 @@ def tag_grammar(wanted: JsonMapping, vocabulary: Vocabulary) -> str:
         ]
         given["format"] = {"type": "triggered_tags", "tags": tags, "triggers": given.get("triggers")}
     rules = Rules(vocabulary, exact=True)
-    rules.name("start", _Formats(rules).of(_member(given, "format", Mapping), ""))
+    try:
+        rules.name("start", _Formats(rules).of(_member(given, "format", Mapping), ""))
+    except RecursionError:
+        raise RequestError("structural_tag: formats are nested too deep; give fewer levels") from None
     return rules.text
 
 

@@ -117,6 +117,13 @@ def test_texts_with_tags(
         assert [text for text in wrong if takes(grammars, tokenizer, given, text)] == []
 
 
+def nested(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "any_text"}
+    for _ in range(levels):
+        found = {"type": "or", "elements": [found]}
+    return {"format": found}
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -141,6 +148,8 @@ def test_texts_with_tags(
             "must be the last of a sequence",
         ),
         ({"structural_tag": {"format": {"type": "const_string", "value": "a" * 2**16}}}, "at most 65536"),
+        ({"structural_tag": '{"format": ' * 5000}, "structural_tag is not JSON: maximum recursion depth"),
+        ({"structural_tag": nested(300)}, "nested too deep"),
         ({"ebnf": "root := 'a'"}, "ebnf is not valid: Expected ::= at line 1"),
         ({"ebnf": 'x ::= "a"'}, "No 'root' rule found; expected rules such as"),
         ({"ebnf": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, "nested too deep"),
