@@ -17,7 +17,9 @@ from mtp_jax.json_object import JsonObject
 from mtp_jax.options import declared
 
 # Options that change no program, of the engine's.
-_FREE = frozenset({"seed", "prefix_cache", "expert_rebalance"})
+_FREE = frozenset({
+    "seed", "prefix_cache", "expert_rebalance", "file_cache", "file_cache_gib", "file_cache_seconds",
+})  # fmt: skip
 # Recorded as they were given: the model's files say the rest.
 _AS_GIVEN = ("draft_vocab", "num_nextn_layers", "draft_captures")
 
