@@ -28,7 +28,7 @@ class Sizes:
         pages: ratio of each width of page tables to the next smaller one, down from the longest request's.
         rows: least number of cached rows that a page table holds.
         moved: pages that one program reads or writes, where there is a host tier.
-        middle: where time goes into launches, ratio of all slots to the number of slots between one and all.
+        middle: ratio of all slots to the number between one and all, where time goes into launches.
         logprobs: number of alternative tokens with log-probabilities, besides the chosen token.
     """
 
