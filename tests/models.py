@@ -269,8 +269,8 @@ _PROGRAMS: dict[Any, Programs] = {}
 
 def _shared(programs: Programs) -> Programs:
     """The programs of the first engine whose programs were made of the same."""
-    leaves, tree = jax.tree.flatten((programs._params, programs._state))
-    made_of = programs.decoding, tree, tuple(leaves)
+    leaves, tree = jax.tree.flatten((programs.lowering.params, programs.lowering.state))
+    made_of = programs.lowering.decoding, tree, tuple(leaves)
     return _PROGRAMS.setdefault(made_of, programs)
 
 

@@ -230,17 +230,7 @@ class LLM:
         of taps, 0 the embedding, in the place of final states: float32 [layers, n, D], before any norm.
         Raises RequestError for bad ids, positions and layers.
         """
-        most, taps = self.config.num_hidden_layers, tuple(layers or ())
-        if (layers is not None and not taps) or any(not 0 <= k <= most for k in taps):
-            raise RequestError(f"layers = {taps}; expected numbers from 0, the embedding, to {most}")
-        final, *streams = self.features([token_ids], taps)[0]
-        hidden = final if layers is None else np.stack(streams, axis=1)
-        chosen = list(range(len(hidden)) if positions is None else positions)
-        wrong = next((p for p in chosen if not -len(hidden) <= p < len(hidden)), None)
-        if wrong is not None:
-            raise RequestError(f"position {wrong} is outside of {len(hidden)} tokens")
-        found = hidden[chosen].astype(np.float32)
-        return found if layers is None else found.swapaxes(0, 1)
+        return self._scoring().hidden_states(token_ids, positions, layers)
 
     def features(
         self, sequences: Sequence[Sequence[int]], taps: Sequence[int] = ()

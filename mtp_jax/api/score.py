@@ -50,6 +50,22 @@ class Scorer:
         )
         return Scores(trunk, hidden, tuple(mtp_logits), tuple(mtp_hidden))
 
+    def hidden_states(
+        self, token_ids: Sequence[int], positions: Sequence[int] | None, layers: Sequence[int] | None
+    ) -> np.ndarray:
+        """The hidden states that ``LLM.hidden_states`` describes. Raises RequestError as it says."""
+        most, taps = self._cfg.num_hidden_layers, tuple(layers or ())
+        if (layers is not None and not taps) or any(not 0 <= k <= most for k in taps):
+            raise RequestError(f"layers = {taps}; expected numbers from 0, the embedding, to {most}")
+        final, *streams = self.features([token_ids], taps)[0]
+        hidden = final if layers is None else np.stack(streams, axis=1)
+        chosen = list(range(len(hidden)) if positions is None else positions)
+        wrong = next((p for p in chosen if not -len(hidden) <= p < len(hidden)), None)
+        if wrong is not None:
+            raise RequestError(f"position {wrong} is outside of {len(hidden)} tokens")
+        found = hidden[chosen].astype(np.float32)
+        return found if layers is None else found.swapaxes(0, 1)
+
     def features(
         self, sequences: Sequence[Sequence[int]], taps: tuple[int, ...] = ()
     ) -> list[tuple[np.ndarray, ...]]:

@@ -204,7 +204,7 @@ class LocalRunner(DeviceRunner):
         return read
 
     def _read_routed(self, shard: int, pages: Sequence[int], rows: int) -> Callable[[], np.ndarray]:
-        size, cfg = self.programs.routed_pages, self.decoding.model.cfg
+        size, cfg = self.programs.lowering.routed_pages, self.decoding.model.cfg
         groups = [pages[i : i + size] for i in range(0, len(pages), size)]
         numbers = [self._numbers(PageKey(size), shard, some) for some in groups]
         parts = [self.programs.read_routed(self.state, own) for own in numbers]

@@ -32,12 +32,19 @@ from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
 from mtp_jax.engine.buckets import Buckets, ChunkPrompts
 from mtp_jax.engine.config import EngineConfig
-from mtp_jax.engine.dead_end import NO_TOKEN, look_ahead
 from mtp_jax.engine.depth import DepthController
 from mtp_jax.engine.depth_policy import adaptive_depths
 from mtp_jax.engine.inputs import next_chunk, page_row, slot_row
 from mtp_jax.engine.request import Request, Terms
-from mtp_jax.engine.results import Launched, logprobs, prompt_logprobs, routed_experts, stop_token
+from mtp_jax.engine.results import (
+    REASONS,
+    Launched,
+    end_reason,
+    logprobs,
+    prompt_logprobs,
+    routed_experts,
+    stop_token,
+)
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Speculation
@@ -50,8 +57,6 @@ from mtp_jax.engine.validate import InputProcessor
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.store.tier import host_tier
 from mtp_jax.text.grammar import Grammars
-
-_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NAN: "error"}
 
 
 class Engine:
@@ -83,9 +88,8 @@ class Engine:
         self.grammars = None if config.law else grammars  # a forced verdict asks none
         self.shards, self.pages = runner.shards, config.pages_per_shard(runner.shards)
         self.tier = host_tier(runner, config.host_cache_bytes, config.files)
-        self.balancer: Balancer | None = None
-        if runner.layout:
-            self.balancer = Balancer(runner.layout, runner, config.expert_rebalance)
+        layout = runner.layout
+        self.balancer = Balancer(layout, runner, config.expert_rebalance) if layout else None
         self.scheduler = Scheduler(config, self.shards, self.tier, self._leaves)
         self.depth = DepthController(config.num_speculative_tokens, trees=config.trees)
         self.timings, self.counters = Timings(runner.clock), Counters()
@@ -160,8 +164,8 @@ class Engine:
 
     def _covering(self, key: Key) -> Key:
         """The cheapest of a server's programs that covers a key, or the key itself."""
-        first, rest = self.warm_up_keys()
-        found = cheapest([*first, *rest], key) if isinstance(key, StepKey) else None
+        every = (one for keys in self.warm_up_keys() for one in keys)
+        found = cheapest(every, key) if isinstance(key, StepKey) else None
         return key if found is None else found.program
 
     def warm_up(self, keys: Iterable[Key]) -> None:
@@ -391,8 +395,8 @@ class Engine:
             own.speculation += Speculation([extra[ACCEPTED]], [extra[DRAFTED]], [Origin(extra[SOURCE])])
         if advanced := count > 0 or finish is not Finish.RUNNING:
             self._emit(request, tokens[:count], finish, extra[ACCEPTED])
-        reason = self._reason(request, finish, tokens[:count])
-        if reason == _REASONS[Finish.NAN]:
+        reason = end_reason(request, finish, tokens[:count], self.grammars, self.cfg.vocab_size)
+        if reason == REASONS[Finish.NAN]:
             self.scheduler.broken(request)
         else:
             self.scheduler.committed(request, launch.complete_rows(row, request))
@@ -410,17 +414,6 @@ class Engine:
             self.counters.inter_token.add(seconds / len(tokens), len(tokens))
         if request.constraints and finish is Finish.RUNNING:
             request.constraints.advance(tokens)
-
-    def _reason(self, request: Request, finish: Finish, tokens: Sequence[int]) -> str:
-        """The reason of an end. A row without a distribution may be one whose tokens are all masked."""
-        own = request.constraints
-        if finish is not Finish.NAN or own is None:
-            return _REASONS.get(finish, "")
-        own.advance(tokens)
-        emitted, vocab = len(request.progress.output), self.cfg.vocab_size
-        found = look_ahead(self.grammars, own, request.params, request.stops, vocab, emitted)
-        ends = {"complete": _REASONS[Finish.STOP], "no token": NO_TOKEN}
-        return _REASONS[finish] if own.failed else ends.get(found, _REASONS[finish])
 
     def _arrive(self, pending: Pending[Result]) -> tuple[Result, float]:
         """The result of a launch, and the seconds it took. A flush before it has its own time."""

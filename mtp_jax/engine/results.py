@@ -1,17 +1,22 @@
 """Launches whose results have not been read, and the reading of results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mtp_jax.decode.arrays import Chunk, Result, TopLogprobs
-from mtp_jax.decode.keys import StepKey
+from mtp_jax.decode.keys import Finish, StepKey
 from mtp_jax.decode.launches import Pending, ReadRouted, Runner
+from mtp_jax.engine.dead_end import NO_TOKEN, look_ahead
 from mtp_jax.engine.request import Request, Status
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.engine.speculation import Logprob, TokenLogprobs
 from mtp_jax.model.config import ModelConfig
+from mtp_jax.text.grammar import Grammars
+
+# The reasons of ends that the device tells.
+REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.NAN: "error"}
 
 
 @dataclass
@@ -112,3 +117,16 @@ def routed_experts(request: Request, scheduler: Scheduler, runner: Runner) -> Ca
     rows = min(own.prefilled if reading else request.progress.rows_bound, len(own.pages) * size)
     pages = tuple(own.pages[: max(1, -(-rows // size))])
     return runner.do(ReadRouted(scheduler.shard_of(own.slot), pages, rows)).read
+
+
+def end_reason(
+    request: Request, finish: Finish, tokens: Sequence[int], grammars: Grammars | None, vocab: int
+) -> str:
+    """The reason of an end. A row without a distribution may be one whose tokens are all masked."""
+    own = request.constraints
+    if finish is not Finish.NAN or own is None:
+        return REASONS.get(finish, "")
+    own.advance(tokens)
+    found = look_ahead(grammars, own, request.params, request.stops, vocab, len(request.progress.output))
+    ends = {"complete": REASONS[Finish.STOP], "no token": NO_TOKEN}
+    return REASONS[finish] if own.failed else ends.get(found, REASONS[finish])

@@ -123,7 +123,7 @@ def lowered(case: Case) -> Any:
     model, drafter = Model(cfg, on), build(cfg)
     state = abstract_state(model, drafter, StateShape(8, 128, 64, 16), groups=counts)
     key = StepKey(case.slots, case.depth, 16, case.mode, case.tokens, int(case.tokens > 0))
-    return Programs(Decoding(model, drafter), params, state).lowered(key)
+    return Programs(Decoding(model, drafter), params, state).lowering.program(key)
 
 
 def cost_of(case: Case) -> Cost:

@@ -28,7 +28,7 @@ def boxed(mesh=None) -> Engine:
     engine = make_engine(PARAMS, mesh=mesh, **SIZES)
     runner = local_runner(engine)
     runner.programs = Programs(runner.decoding, shapes(runner.params), runner._abstract)
-    runner.programs.boxed = True
+    runner.programs.lowering.boxed = True
     return engine
 
 
@@ -67,7 +67,7 @@ def test_a_step_returns_nothing_in_a_new_place(mesh):
     places = {key: place(run) for key, run in steps.items()}
     serve(engine, jobs, exactly=True)
     assert {key: place(run) for key, run in steps.items()} == places
-    assert moved(programs.lowered(next(key for key in steps if not key.tokens))) == 0
+    assert moved(programs.lowering.program(next(key for key in steps if not key.tokens))) == 0
 
 
 def place(run: Boxed) -> list[int]:

@@ -112,7 +112,7 @@ def test_ctrl_c_waits_for_no_program_that_is_being_compiled(monkeypatch):
         ended.set()
 
     made = local_runner(make_engine()).programs
-    programs = Programs(made.decoding, made._params, made._state)  # a set of its own
+    programs = Programs(made.lowering.decoding, made.lowering.params, made.lowering.state)  # a set of its own
     monkeypatch.setattr(programs, "_compile_bookkeeping", lambda: {})
     monkeypatch.setattr(programs, "_compile_one", compile_for_long)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

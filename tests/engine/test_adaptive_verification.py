@@ -152,7 +152,7 @@ def test_products_have_fewer_rows():
     runner = make_engine(PARAMS, max_num_seqs=8, **RANKED).runner
     assert isinstance(runner, LocalRunner)
     full = StepKey(8, 3, 4, SamplingMode())
-    rows = [tallest(runner.programs.lowered(key)) for key in (full, replace(full, kept=1))]
+    rows = [tallest(runner.programs.lowering.program(key)) for key in (full, replace(full, kept=1))]
     assert rows == [8 * 4, 8 + 8]
 
 

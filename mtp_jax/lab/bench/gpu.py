@@ -355,7 +355,7 @@ def _lower(level: StepLevel, whole: Params) -> JsonObject:
 
 
 def _text(runner: LocalRunner, key: StepKey) -> str:
-    return runner.programs.lowered(key, "cuda").as_text()
+    return runner.programs.lowering.program(key, "cuda").as_text()
 
 
 def _fits(weights: int, cache: int) -> list[str]:
