@@ -3,7 +3,7 @@
 import pytest
 
 from mtp_jax import EngineStopped
-from mtp_jax.engine import engine
+from mtp_jax.engine import results
 from serve.routes.table import ROUTES
 from tests.serve.conftest import live, wait_until
 
@@ -74,7 +74,7 @@ def test_an_engine_that_has_failed_is_not(server, monkeypatch):
 
 def test_numbers_that_are_not_finite_are_not(client, monkeypatch):
     """A token counts for nothing where its request has failed."""
-    monkeypatch.setattr(engine, "_REASONS", dict.fromkeys(engine._REASONS, "error"))
+    monkeypatch.setattr(results, "REASONS", dict.fromkeys(results.REASONS, "error"))
     assert client.get("/health_generate").status_code == 503
 
 

@@ -43,13 +43,15 @@ class Collector:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(handler) -> None:
-                self.take(handler.rfile.read(int(handler.headers["content-length"])))
-                handler.send_response(200)
-                handler.end_headers()
+        take = self.take
 
-            def log_message(handler, *_: object) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                take(self.rfile.read(int(self.headers["content-length"])))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
                 pass
 
         with ThreadingHTTPServer(("127.0.0.1", self.port), Handler) as server:

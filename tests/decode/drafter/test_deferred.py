@@ -79,7 +79,7 @@ def test_more_steps_than_there_is_room_for():
 
 @pytest.mark.rest
 def test_a_step_without_drafts_runs_nothing_of_nextn():
-    lower = local_runner(make_engine()).programs.lowered
+    lower = local_runner(make_engine()).programs.lowering.program
     keys = [StepKey(1, depth, 1, SamplingMode()) for depth in (0, 1)]
     plain, drafting = (lower(k).as_text(debug_info=True) for k in keys)
     assert "/nextn_0/" in drafting

@@ -20,7 +20,7 @@ from mtp_jax.lab.planning.deployment import Deployment, tokens_per_step
 from mtp_jax.lab.planning.hardware import GPUS
 from mtp_jax.lab.planning.launch_time import LaunchTimes, LaunchWork
 from mtp_jax.lab.planning.memory import memory
-from mtp_jax.lab.planning.published import DEEPSEEK_V3
+from mtp_jax.lab.planning.releases import DEEPSEEK_V3
 from mtp_jax.lab.planning.weights import Storage
 from mtp_jax.simulate.device import Simulated
 from mtp_jax.simulate.language import Language

@@ -49,7 +49,7 @@ def test_no_ordinary_token_is_given_by_its_id():
         use = ToolUse.of(form, TOOLS[:1], "required")
         assert use is not None
         structured = use.structured(demo(), None)
-        assert "<[" not in structured.behind(False, None)
+        assert "<[" not in structured.behind(False, None, demo().added_id)
 
 
 @pytest.mark.parametrize("form", ToolUse.FORMATS)
@@ -57,9 +57,9 @@ def test_a_schema_of_any_size_goes_where_nothing_is_promised_and_only_json_besid
     use, forced = ToolUse.of(form, TOOLS), ToolUse.of(form, TOOLS, "required")
     assert use is not None
     assert forced is not None
-    assert len(use.structured(demo(), JSON).behind(False, None)) < 3000
+    assert len(use.structured(demo(), JSON).behind(False, None, demo().added_id)) < 3000
     with pytest.raises(RequestError, match="more than 65536 characters"):
-        forced.structured(demo(), None).behind(False, None)
+        forced.structured(demo(), None).behind(False, None, demo().added_id)
     with pytest.raises(RequestError, match="only JSON"):
         use.structured(demo(), StructuredOutput(regex="a"))
 
