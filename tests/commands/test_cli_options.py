@@ -116,6 +116,7 @@ def test_a_coupled_verifier_decides_what_is_sampled_without_drafts_too(monkeypat
 def opened_with(monkeypatch, *argv, completions=3):
     seen = {}
     monkeypatch.setattr(mtp_jax.api.llm, "LLM", lambda model, **given: seen.update(given, model=model))
+    monkeypatch.setattr(options, "adopted", lambda given: given)  # nor one of programs
     for name in ("model_dir", "check_model"):  # there is no folder
         monkeypatch.setattr(options, name, lambda *given: None)
     options.open_llm(parse("-q", *argv), options.Silent(), completions)

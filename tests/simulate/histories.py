@@ -246,7 +246,7 @@ class History:
         assert len(found) == len(tokens) or cut or not request.progress.output
         rows = [told.language.row(token, i) for i, token in enumerate(tokens[: len(found)])]
         each = np.array(rows, np.uint64)[:, None] + np.arange(layers * chosen, dtype=np.uint64)
-        np.testing.assert_array_equal(found.reshape(len(found), -1), mix(each) % np.uint64(experts))
+        np.testing.assert_array_equal(found.reshape(each.shape), mix(each) % np.uint64(experts))
         self.seen["experts"] += 1
 
     def _check_scores(self, request: Request, told: Told) -> None:

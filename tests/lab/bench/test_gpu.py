@@ -13,7 +13,7 @@ from mtp_jax import checkpoint
 from mtp_jax.checkpoint.random_weights import abstract_params, random_params
 from mtp_jax.commands import cli
 from mtp_jax.decode.law import MARK
-from mtp_jax.decode.programs import Programs
+from mtp_jax.decode.lowering import Lowering
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import gpu, shapes, steps
 from mtp_jax.lab.bench.report import Report
@@ -152,10 +152,10 @@ def test_a_dry_run_says_which_shape_kernels_refuse(dense, tmp_path, monkeypatch,
 
 
 def test_a_dry_run_fails_where_a_program_does_not_lower(monkeypatch, tmp_path, capsys):
-    def broken(self: Programs, *_: object) -> None:
+    def broken(self: Lowering, *_: object) -> None:
         raise NotImplementedError("no such instruction")
 
-    monkeypatch.setattr(Programs, "lowered", broken)
+    monkeypatch.setattr(Lowering, "program", broken)
     assert bench("tiny", "--dry-run", "--depths", "0,1", "--json", tmp_path / "found.json") == 1
     out = capsys.readouterr().out
     for depth in (0, 1):
