@@ -63,9 +63,15 @@ def with_adopted(options: LLMOptions) -> LLMOptions:
 
 
 def write_manifest(folder: Path, options: JsonObject, facts: Mapping[str, str], files: Iterable[str]) -> None:
-    """Write the manifest of a folder of programs. Raises OSError where the folder cannot be written."""
+    """Write the manifest of a folder of programs, and delete other programs in it.
+
+    Raises OSError where the folder cannot be written.
+    """
     digests = {name: digest_of_file((folder / name).read_bytes()) for name in sorted(files)}
     Manifest(facts, options, digests).write(folder)
+    for path in folder.glob("*-program"):
+        if path.name not in digests:  # of other options, as an earlier call left it
+            path.unlink(missing_ok=True)
 
 
 def _plain(options: JsonObject) -> JsonObject:

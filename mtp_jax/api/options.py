@@ -121,7 +121,7 @@ class LLMOptions(EngineOptions):
         None,
         "folder of programs that mtp-jax compile made for these options: nothing is compiled at the start, "
         "options that are not given are taken from there, and another value is refused; the folder is "
-        "trusted as a program is, so no other user may write to it",
+        "trusted as a program is: it must be this user's or root's, and not everybody's to write to",
         kind=Path,
         unset="programs are compiled, or found in compile_cache",
         metavar="DIR",

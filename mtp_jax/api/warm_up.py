@@ -99,9 +99,9 @@ class WarmUp:
                 self._warm_up(key)
             except Exception:  # the compiled programs serve everything
                 if not self._closing.is_set():
-                    _LOG.exception("an executable did not compile")
+                    _LOG.exception("a program is not ready, and others do its work")
         _LOG.info(
-            "%d programs are compiled: %.0f s, %.0f MB of memory more than before; %d memory mappings",
+            "%d programs are ready: %.0f s, %.0f MB of memory more than before; %d memory mappings",
             self._done,
             self._seconds,
             (resident_bytes() - self._resident) / 1e6,

@@ -135,7 +135,11 @@ def _single_file(path: Path) -> Path:
             f"expected a single file, {SINGLE}, or an index that says which tensor is where"
         )
     unsafe = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    hint = f"; {shortlist(unsafe)} is not read: that format can run code. Convert it" if unsafe else ""
+    hint = (
+        f"; {shortlist(unsafe)} is not read: that format can run code. Convert it"
+        if unsafe
+        else "; random weights need none (load_format = 'dummy')"
+    )
     raise CheckpointError(f"{path} has no safetensors file{hint}")
 
 

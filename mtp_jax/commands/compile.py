@@ -23,7 +23,8 @@ _DESCRIPTION = """\
 Compile all programs that a server with these options needs, and put them into a folder. `mtp-jax serve
 --programs DIR` loads them instead of compiling, as do generate, batch, chat and LLM(programs=...). They fit
 this version of mtp-jax and jax, this kind of device and these options alone; anything else is refused by its
-name. An interrupted call goes on where it was."""
+name. An interrupted call goes on where it was; programs of other options that lie there are deleted at the
+end."""
 
 
 def register(subparsers: Subparsers) -> None:

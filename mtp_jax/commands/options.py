@@ -272,7 +272,7 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
     if found.get("num_pages") is None:  # a processor does not read it
-        os.environ.setdefault(_JAX_SHARE, f"{found.get('memory_fraction', MEMORY_FRACTION):g}")
+        os.environ.setdefault(_JAX_SHARE, f"{found.get('memory_fraction') or MEMORY_FRACTION:g}")
     with report.phase("import jax"):
         import mtp_jax.api.llm  # noqa: F401
         from mtp_jax.model.sharding import make_mesh

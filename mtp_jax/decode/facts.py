@@ -39,7 +39,9 @@ _VERSIONED = _OURS | sys.stdlib_module_names - {"__main__", "unittest"} | {
 }  # fmt: skip
 _CONSTANTS = (bool, int, float, str, bytes, tuple, frozenset)
 _INNER = ("fget", "func", "__func__")
-_ENVIRONMENT = ("XLA_", "TF_", "LIBTPU_", "CUDA_")
+_ENVIRONMENT = ("XLA_", "TF_XLA_", "TF_CUDNN_", "TF_CUBLAS_", "TF_ENABLE_", "TF_DISABLE_", "LIBTPU_", "CUDA_")
+# They say how much memory a process takes, and which devices it sees; neither changes a program.
+_NO_FACTS = ("XLA_PYTHON_CLIENT_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 # Options of jax that say where programs lie, or which devices there are: a fact is which run.
 _ELSEWHERE = (
     "jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache",
@@ -106,7 +108,8 @@ def _environment(devices: Sequence[Any]) -> dict[str, str]:
         found["jaxlib"] = version("jaxlib")
         found["processor"] = platform.machine()
         found |= {name: _version(name) for name in _COMPILERS}
-    environment = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)}
+    set_ = ((k, v) for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT))
+    environment = {k: v for k, v in set_ if not k.startswith(_NO_FACTS)}
     options = {k: repr(v) for k, v in jax.config.values.items() if not k.startswith(_ELSEWHERE)}
     mesh = jax.sharding.get_abstract_mesh()
     # The mesh around a compilation for absent devices describes them, which are a fact already.

@@ -29,7 +29,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from mtp_jax.decode import facts
-from mtp_jax.decode.manifest import Manifest, digest_of_file
+from mtp_jax.decode.manifest import Manifest
 from mtp_jax.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class KeptPrograms:
         run the programs, of a mesh or absent; none: the first. built: a folder of `mtp-jax compile`, which is
         asked first. subjects: the facts that determine all of the programs, together with a program's key.
 
-        Raises ConfigError where ``built`` was made for another fact, or cannot be read.
+        Raises ConfigError where ``built`` was made for another fact, is damaged, or cannot be read.
         """
         self.loaded = self.compiled = 0
         self.folder, self._built, self._told = folder, built, False
@@ -80,6 +80,7 @@ class KeptPrograms:
         self._shared = facts.digest(*self.facts.items())
         if built is not None:
             manifest = Manifest.read(built)
+            manifest.check_files(built)
             manifest.check_facts(built, self.facts)
             self._files = manifest.programs
 
@@ -123,11 +124,8 @@ class KeptPrograms:
             return None
         path = self._built / file
         try:
-            data = path.read_bytes()
-            if digest_of_file(data) != self._files[file]:
-                raise ValueError("it is damaged, or was replaced")
-            return self._program(path, data)
-        except Exception as error:  # of any contents
+            return self._program(path, path.read_bytes())
+        except Exception as error:  # it was whole when this object was made
             raise ConfigError(
                 f"{path} cannot be used: {error!s:.200}; run mtp-jax compile again, or leave programs out"
             ) from error

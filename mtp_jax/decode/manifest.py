@@ -7,6 +7,7 @@ hears its name, and has a digest of each file.
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,6 +65,28 @@ class Manifest:
         part.write_text(json.dumps({"format": _FORMAT} | asdict(self), indent=1) + "\n", encoding="utf-8")
         os.replace(part, folder / FILE)
 
+    def check_files(self, folder: Path) -> None:
+        """Raise ConfigError where a program's file is not as it was written, or other users may change it."""
+        try:
+            info = folder.stat()
+            if info.st_uid not in (0, os.getuid()) or info.st_mode & stat.S_IWOTH:
+                raise ConfigError(
+                    f"programs = {str(folder)!r:.200} belongs to user {info.st_uid} with mode "
+                    f"{stat.S_IMODE(info.st_mode):o}, and its files are executed: it must be this user's or "
+                    "root's, and not everybody's to write to; copy it to such a folder"
+                )
+            for name, digest in self.programs.items():
+                if digest_of_file((folder / name).read_bytes()) != digest:
+                    raise ConfigError(
+                        f"{folder / name} cannot be used: it is damaged, or was replaced; run mtp-jax "
+                        "compile again, or leave programs out"
+                    )
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename} cannot be used: {error.strerror}; run mtp-jax compile again, or leave "
+                "programs out"
+            ) from error
+
     def check_facts(self, folder: Path, here: Mapping[str, str]) -> None:
         """Raise ConfigError, with the names, where a fact of this process is another.
 
@@ -87,6 +110,7 @@ def digest_of_file(data: bytes) -> str:
 
 
 def _difference(name: str, there: str | None, here: str | None) -> str:
-    if there is None or here is None or max(len(there), len(here)) > _LONGEST:
+    if max(len(there or ""), len(here or "")) > _LONGEST:
         return f"{name} is another"
-    return f"{name} was {there}, here it is {here}"
+    was, now = ("not set" if value is None else value for value in (there, here))
+    return f"{name} was {was}, here it is {now}"

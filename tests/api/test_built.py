@@ -11,6 +11,7 @@ import pytest
 
 from kernels_pallas import absent
 from mtp_jax import LLM, RequestOutput
+from mtp_jax.api.built import write_manifest
 from mtp_jax.api.load import load_model
 from mtp_jax.api.local import local_runner
 from mtp_jax.api.options import LLMOptions
@@ -18,7 +19,7 @@ from mtp_jax.api.progress import Silent
 from mtp_jax.commands import cli
 from mtp_jax.decode import facts
 from mtp_jax.decode.keys import SamplingMode, StepKey
-from mtp_jax.decode.manifest import FILE
+from mtp_jax.decode.manifest import FILE, Manifest
 from mtp_jax.engine.buckets import Buckets
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.params import shapes
@@ -116,8 +117,40 @@ def test_another_fact_is_refused_by_its_name(built, tmp_path, monkeypatch):
         LLM(tmp_path, programs=built, compile_cache=None)
 
 
+def test_the_command_line_takes_the_sizes_from_the_folder(built, monkeypatch, capsys):
+    """Variables that change no program are no reason against it."""
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    asked = ["--programs", str(built), "--no-compile-cache", "--temperature", "0", "--max-tokens", "2"]
+    assert cli.main(["generate", str(RIGGED), *IDS, *asked]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_a_folder_that_everybody_may_write_to_is_refused(copied):
+    copied.chmod(0o777)
+    with pytest.raises(ConfigError, match="with mode 777, and its files are executed"):
+        opened(copied)
+    copied.chmod(0o700)
+
+
+def test_programs_of_other_options_are_deleted(copied):
+    """They would lie there for ever."""
+    old = copied / f"step-{'0' * 64}-program"
+    old.write_bytes(b"")
+    manifest = Manifest.read(copied)
+    write_manifest(copied, manifest.options, manifest.facts, manifest.programs)
+    assert not old.exists()
+    assert {path.name for path in copied.glob("*-program")} == {*manifest.programs}
+
+
 def test_a_damaged_file_or_manifest_is_refused(copied):
     found = json.loads((copied / FILE).read_text())
+    step = next(copied.glob("step*-program"))  # a server would load it once requests come
+    kept = step.read_bytes()
+    step.write_bytes(kept[:100] + b"x" + kept[101:])
+    with pytest.raises(ConfigError, match=f"{step.name} cannot be used: it is damaged, or was replaced"):
+        opened(copied)
+    step.write_bytes(kept)
     path = copied / next(name for name in found["programs"] if name.startswith("empty"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

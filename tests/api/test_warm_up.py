@@ -99,8 +99,8 @@ def test_the_rest_is_compiled_while_idle_alone(warming, programs, idle, caplog):
     assert programs.done == ["a", "b", "c", "d", "e"]
     assert programs.warm == ["c", "d", "e", "ended"]
     assert warming.state == "ready"
-    (said,) = [r.getMessage() for r in caplog.records if "programs are compiled" in r.getMessage()]
-    assert said.startswith("5 programs are compiled: ")
+    (said,) = [r.getMessage() for r in caplog.records if "programs are ready" in r.getMessage()]
+    assert said.startswith("5 programs are ready: ")
     assert int(said.split("; ")[1].split()[0]) > 10  # mappings
 
 
@@ -141,7 +141,7 @@ def test_what_does_not_compile_is_left_out(warming, programs, idle, caplog):
     begin(warming)
     until(lambda: not warming.running)
     assert programs.done == ["a", "b", "c", "e"]
-    assert "an executable did not compile" in caplog.text
+    assert "a program is not ready, and others do its work" in caplog.text
 
 
 def test_it_ends_where_there_is_no_room(warming, programs, idle, monkeypatch, caplog):
