@@ -76,8 +76,8 @@ class TlsFiles:
         except (OSError, ValueError) as error:  # SSLError is an OSError
             reason = getattr(error, "strerror", None) or str(error) or "no such key"
             raise ConfigError(
-                f"{named}: {reason}; expected PEM files of a certificate, its key without a password, and "
-                "authorities"
+                f"{named}: {reason}; expected PEM files of a certificate, of its key without a password "
+                "(--tls-key, or in the same file), and of authorities"
             ) from error
         return context
 

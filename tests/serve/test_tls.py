@@ -49,7 +49,7 @@ def test_a_client_that_trusts_the_certificate_is_served(tmp_path: Path) -> None:
     [
         ({"tls_cert": "nowhere"}, "--tls-cert nowhere: No such file"),
         ({"tls_cert": KEY}, "--tls-cert .*key.pem: "),
-        ({"tls_cert": CERT}, "--tls-cert .*cert.pem: .*a certificate, its key without a password"),
+        ({"tls_cert": CERT}, "--tls-cert .*cert.pem: .*a certificate, of its key without a password"),
         ({"tls_cert": CERT, "tls_key": CERT}, "--tls-cert .* and --tls-key .*cert.pem: "),
         ({"tls_cert": CERT, "tls_key": FILES / "locked.pem"}, "locked.pem: .*without a password"),
         ({"tls_cert": CERT, "tls_key": KEY, "tls_ca": KEY}, "--tls-ca .*key.pem: "),
