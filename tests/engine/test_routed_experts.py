@@ -145,7 +145,9 @@ def test_further_engines(kind: str):
         engine.depth.choose = some  # type: ignore[method-assign]
     first = serve(engine, jobs)
     check(first, cfg, longest)
-    again = serve(engine, [([*p, *r.progress.output][:40], a) for (p, a), r in zip(jobs, first, strict=True)])
+    again = serve(
+        engine, [([*p, *r.progress.output][: longest - 24], a) for (p, a), r in zip(jobs, first, strict=True)]
+    )
     check(again, cfg, longest)
     assert sum(r.progress.cached_tokens for r in again) > 16
     assert any(k.kept for k in ranked) == (kind == "ranked")
