@@ -36,9 +36,9 @@ def settle(history: History) -> None:
 def damage(path: Path, draw: random.Random) -> None:
     """Change a file in one of the ways in which disks, people and programs do."""
     data = bytearray(path.read_bytes())
-    at = draw.randrange(len(data))
+    at = draw.randrange(max(1, len(data)))
     how = draw.randrange(7)
-    if how == 0:
+    if how == 0 and data:  # not cut to nothing before
         data[at] ^= 1 << draw.randrange(8)
     elif how == 1:
         data[at:] = draw.randbytes(len(data) - at)

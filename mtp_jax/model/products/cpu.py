@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,16 @@ class CpuProducts(Products):
     """
 
     matrices: bool = False
-    # A loop's kernels are compiled once.
-    loops: ClassVar[bool] = True
+
+    @property
+    def loops(self) -> bool:
+        """Only on one device, where a loop's kernels are compiled once.
+
+        XLA starts a CPU's collectives in one order, but a later collective does not wait for the end of a
+        loop that has some: devices that begin the two in different orders wait for each other, until no
+        thread is left.
+        """
+        return self.mesh is None or self.mesh.size == 1
 
     def product(self, x: Float[Array, "... i"], w: Matrix, dtype: Any) -> Float[Array, "..."]:
         """``x @ w.T``. On a mesh narrow weights are expanded."""

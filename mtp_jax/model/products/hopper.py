@@ -8,7 +8,7 @@ sums. Quantised rows and float32 parts stay between these products.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,11 @@ class HopperProducts(Products):
 
     kernels: frozenset[str] = frozenset(KERNELS)
     strict: bool = False
-    # A loop is one command of a graph, and one program serves every depth.
-    loops: ClassVar[bool] = True
+
+    @property
+    def loops(self) -> bool:
+        """True: a loop is one command of a graph, and one program serves every depth."""
+        return True
 
     # The kernels that run
 

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,14 @@ class Products:
 
     Attributes:
         mesh: the mesh of devices; None for one device.
-        loops: whether equal passes are a loop; else they are unrolled.
     """
 
     mesh: Mesh | None = None
-    loops: ClassVar[bool] = False
+
+    @property
+    def loops(self) -> bool:
+        """Whether equal passes are a loop; else they are unrolled."""
+        return False
 
     # The residual stream
 
