@@ -34,8 +34,9 @@ GO = {
 }
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
+    """A browser for one file, whose CPU time it is (tests/cpu_time.py)."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         yield browser
