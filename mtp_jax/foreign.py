@@ -35,7 +35,10 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "spec-decode-acceptance-length",
         "simulate-acc-len",
     ): ("--synthetic-acceptance",),
-    ("speculative-config",): ("--num-speculative-tokens K, and --draft-model DIR for a head", "--depth K"),
+    ("speculative-config",): (
+        "--num-speculative-tokens K, and --draft-model DIR for a head",
+        "--depth K",
+    ),
     ("speculative-model", "speculative-draft-model-path", "model-draft", "md"): ("--draft-model DIR",),
     ("speculative-token-map",): ("--draft-vocab N|FILE",),
     ("gpu-memory-utilization", "mem-fraction-static", "kv-cache-free-gpu-mem-fraction"): (

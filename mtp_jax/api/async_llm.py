@@ -353,8 +353,14 @@ class AsyncLLM:
         return stream
 
     async def flush_prefix_cache(self) -> None:
-        """Forget the pages of past requests. Raises EngineStopped."""
-        await self.on_engine(self.llm.engine.flush_prefix_cache)
+        """Forget the pages and the outputs of past requests. Raises EngineStopped."""
+        engine = self.llm.engine
+
+        def forget() -> None:
+            engine.flush_prefix_cache()
+            engine.texts.forget()
+
+        await self.on_engine(forget)
 
     async def start_helpers(self) -> None:
         """Start the processes that try grammars and render chat templates, before a request waits."""

@@ -24,7 +24,7 @@ class RequestOptions(TypedDict, total=False):
         request_id: the name that ``abort`` takes.
         priority: lower runs first; 0 unless given.
         timeout: seconds after which it ends with the reason "timeout"; None: never.
-        cache_salt: only requests of the same salt share cached prefixes.
+        cache_salt: only requests of the same salt share cached prefixes, and outputs to draft from.
     """
 
     request_id: str | None

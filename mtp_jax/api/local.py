@@ -81,6 +81,7 @@ def shape_of(config: EngineConfig, pages: int) -> StateShape:
         config.kv_cache_dtype == "fp8",
         1 + config.num_speculative_tokens,
         config.return_routed_experts,
+        config.suffix_store,
     )
 
 

@@ -41,6 +41,8 @@ class SlotRow:
         suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: its pages in order, local to the slot's data shard; the spare last page where unallocated.
         sampling: its options of sampling.
+        texts: other requests' outputs, each followed by a negative number, which fills the rest, too; None
+            where suffix matches lie in the request's own text alone.
     """
 
     remaining: Int[Any, " B"]
@@ -49,6 +51,7 @@ class SlotRow:
     suffix: Bool[Any, " B"]
     page_table: Int[Any, "B n"]
     sampling: SamplingState
+    texts: Int[Any, "B N"] | None = None
 
 
 @dataclass(frozen=True)

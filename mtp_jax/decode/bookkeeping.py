@@ -59,6 +59,7 @@ def abstract_state(
             suffix=jnp.zeros(shape.slots, bool),
             page_table=jnp.zeros((shape.slots, shape.columns), jnp.int32),
             sampling=neutral_state(shape.slots, cfg.vocab_size),
+            texts=jnp.zeros((shape.slots, shape.texts), jnp.int32) if shape.texts else None,
         )
         cache = tuple(part(first, n) for first, n in zip(firsts, groups, strict=False))
         counts, own = layout and no_counts(layout, mesh), drafter.empty(shape, pages)
@@ -113,6 +114,7 @@ def admit(
         suffix=request.suffix,
         page_table=request.page_table,
         sampling=request.sampling,
+        texts=request.texts,
     )
 
     def put(a: Array, b: Array) -> Array:

@@ -129,11 +129,14 @@ class Finish(IntEnum):
 
 
 class Origin(IntEnum):
-    """The drafter that a row's drafts come from: the model's own, suffix matches, or one from outside."""
+    """The source of a row's drafts: the model's own drafter, a suffix match in the request's text, a drafter
+    from outside, or a suffix match in another request's output.
+    """
 
     NEXTN = 0
     SUFFIX = 1
     OTHER = 2
+    STORE = 3
 
 
 # Columns of StepResult.packed after the W tokens.

@@ -126,11 +126,14 @@ def restrict(
 
 
 def permits(allowed: UInt32[Array, "B W words"] | None, tokens: Int[Array, "B K"]) -> Bool[Array, " B"]:
-    """Whether a grammar allows all K tokens of a row, at the first K positions (see ``restrict``)."""
+    """Whether a grammar allows all K tokens of a row, at the first K positions (see ``restrict``).
+
+    Negative numbers are no tokens, and allowed.
+    """
     if allowed is None:
         return jnp.ones(tokens.shape[0], bool)
     words = jnp.take_along_axis(allowed[:, : tokens.shape[1]], (tokens // 32)[..., None], axis=2)[..., 0]
-    return (words >> (tokens % 32).astype(jnp.uint32) & 1 == 1).all(axis=1)
+    return ((words >> (tokens % 32).astype(jnp.uint32) & 1 == 1) | (tokens < 0)).all(axis=1)
 
 
 @jax.named_scope("sample")

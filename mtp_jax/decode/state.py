@@ -41,6 +41,7 @@ class Slots(struct.PyTreeNode):
         suffix: whether its drafts may come from a suffix match, where the drafter has them.
         page_table: pages in order, local to the slot's data shard; the spare last page where unallocated.
         sampling: the request's options of sampling.
+        texts: see ``SlotRow.texts``.
     """
 
     length: Int[Array, " B"]
@@ -52,6 +53,7 @@ class Slots(struct.PyTreeNode):
     suffix: Bool[Array, " B"]
     page_table: Int[Array, "B n"]
     sampling: SamplingState
+    texts: Int[Array, "B N"] | None = None
 
 
 class DrafterState(struct.PyTreeNode):
@@ -128,7 +130,8 @@ class StateShape:
     ``pages`` are per data shard and can be handed out; each shard has one more (spare) for padding.
     ``dtype``: the cache's; ``fp8``: latents are in e4m3 instead. ``window``: most tokens of a slot that a
     step verifies, for which a cache keeps room; the widest window that there is, unless it is narrower.
-    ``routed``: whether pages have the experts that tokens chose.
+    ``routed``: whether pages have the experts that tokens chose. ``texts``: tokens of other requests' outputs
+    that a slot sees.
     """
 
     slots: int
@@ -139,6 +142,7 @@ class StateShape:
     fp8: bool = False
     window: int = MAX_AHEAD + 1
     routed: bool = False
+    texts: int = 0
 
 
 Which = int | Int[Array, " G"]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 
-from mtp_jax.decode.keys import Key, PageKey, SamplingMode, StepKey, buckets
+from mtp_jax.decode.keys import Key, PageKey, SamplingMode, StepKey, buckets, cheapest
 from mtp_jax.decode.launches import UNROLLED, Traits
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.depth_policy import adaptive_depths
@@ -261,6 +261,16 @@ class Buckets:
         while sizes[-1] > 1 and (narrower := -(-sizes[-1] // SIZES.pages)) * size >= SIZES.rows:
             sizes.append(narrower)
         return sizes[::-1]
+
+    def covering(self, keys: Iterable[Key], structured: bool) -> list[Key]:
+        """The cheapest of a server's programs that covers each key, or the key itself."""
+        every = [key for part in self.server(structured) for key in part]
+
+        def covers(key: Key) -> Key:
+            found = cheapest(every, key) if isinstance(key, StepKey) else None
+            return key if found is None else found.program
+
+        return [*dict.fromkeys(map(covers, keys))]
 
     def server(self, structured: bool) -> tuple[list[Key], list[Key]]:
         """Programs of a server: a few that serve any request, and cheaper programs, the likely first.

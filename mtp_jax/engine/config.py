@@ -183,6 +183,16 @@ class EngineOptions:
         excludes=UNSIMULATED,
         needs={"num_speculative_tokens": (1, "a step without drafts verifies none")},
     )
+    suffix_store: int = option(
+        0,
+        "tokens of earlier requests' outputs in which suffix_drafts look for a match, too: of the same "
+        "cache_salt alone, of an equal prompt first, then the newest; 0: a request's own text alone",
+        low=0,
+        high=2**20,
+        metavar="N",
+        subject=SPECULATION,
+        needs={"suffix_drafts": (True, "it is where these find further matches")},
+    )
     draft_vocab: int | str | Path | tuple[int, ...] | None = option(
         None,
         "drafts choose among the N commonest tokens, of the list draft_vocab.json in the folder of the NextN "
@@ -375,6 +385,7 @@ class EngineConfig(EngineOptions):
             self,
             num_speculative_tokens=0,
             suffix_drafts=False,
+            suffix_store=0,
             adaptive_verification=False,
             synthetic_acceptance=None,
             tree=None,

@@ -26,7 +26,6 @@ from mtp_jax.decode.keys import (
     Origin,
     PageKey,
     StepKey,
-    cheapest,
 )
 from mtp_jax.decode.launches import Pending, Runner
 from mtp_jax.engine.balance import Balancer
@@ -51,6 +50,7 @@ from mtp_jax.engine.speculation import Speculation
 from mtp_jax.engine.stats import Counters, EngineStats
 from mtp_jax.engine.structured import allowed
 from mtp_jax.engine.survival import Offered
+from mtp_jax.engine.texts import TextStore
 from mtp_jax.engine.timings import Timings
 from mtp_jax.engine.turns import AdmitWaiting, LaunchStep, ReadOldest, Turns
 from mtp_jax.engine.validate import InputProcessor
@@ -64,6 +64,7 @@ class Engine:
 
     Attributes:
         tier: the host tier, which takes pages that the prefix cache evicts; None: there is no host tier.
+        texts: outputs of past requests, in which suffix matches may lie.
         launches: steps launched so far.
         weight_version: the name of the runner's parameters; a request keeps the name it ran with.
         asleep: whether the runner lacks parameters or state, so that no launch is allowed.
@@ -93,6 +94,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.shards, self.tier, self._leaves)
         self.depth = DepthController(config.num_speculative_tokens, trees=config.trees)
         self.timings, self.counters = Timings(runner.clock), Counters()
+        self.texts = TextStore(config.suffix_store)
         self.buckets = Buckets(config, self.shards, runner.traits)
         self.turns = Turns(self.buckets, self.scheduler, runner, self.depth)
         self._inputs = InputProcessor(cfg, config, self.pages, self.grammars, runner.clock)
@@ -158,15 +160,9 @@ class Engine:
         """
         keys = self.buckets.prepare([*self.scheduler.live(), *requests], every_size)
         if self._built:
-            keys = [*dict.fromkeys(map(self._covering, keys))]
+            keys = self.buckets.covering(keys, structured=self.grammars is not None)
         self.runner.compile(keys, done)
         self.warm_up(keys)
-
-    def _covering(self, key: Key) -> Key:
-        """The cheapest of a server's programs that covers a key, or the key itself."""
-        every = (one for keys in self.warm_up_keys() for one in keys)
-        found = cheapest(every, key) if isinstance(key, StepKey) else None
-        return key if found is None else found.program
 
     def warm_up(self, keys: Iterable[Key]) -> None:
         """Run compiled programs over empty slots: the first run of each takes many times longer.
@@ -279,6 +275,7 @@ class Engine:
         self.scheduler.release(request, known)
         request.progress.end(reason, self.runner.clock())
         self.counters.finished[reason] += 1
+        self.texts.add(request)
 
     def _leaves(self, request: Request) -> None:
         """Take note of a request's experts before it gives its pages back."""
@@ -312,7 +309,7 @@ class Engine:
             if self.scheduler.looks_up(request):
                 self.counters.looked_up(len(request.prompt), found.prefilled, found.restored, found.fetched)
         cached = found.prefilled // self.config.page_size
-        row = slot_row(request, self.cfg.vocab_size, self._page_row(request))
+        row = slot_row(request, self.cfg.vocab_size, self._page_row(request), self.texts.row(request))
         self.runner.do(launches.Admit(found.slot, row, found.pages[cached - 1] if cached else None))
 
     # Launching

@@ -16,7 +16,9 @@ def page_row(pages: list[int], columns: int, spare: int) -> np.ndarray:
     return row
 
 
-def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
+def slot_row(
+    request: Request, vocab: int, page_table: np.ndarray, texts: np.ndarray | None = None
+) -> SlotRow:
     """The request's row [1, ...] of every per-slot array, before its prompt is prefilled."""
     p = request.params
     bias = np.zeros((1, vocab), np.float32)
@@ -34,6 +36,7 @@ def slot_row(request: Request, vocab: int, page_table: np.ndarray) -> SlotRow:
         depth=one(request.depth),
         suffix=one(request.suffix_drafts, bool),
         page_table=page_table,
+        texts=texts,
         sampling=SamplingState(
             temperature=one(p.temperature, np.float32),
             top_k=one(max(p.top_k, 0)),

@@ -23,7 +23,7 @@ class Terms(TypedDict, total=False):
         seed: takes the place of ``SamplingParams.seed``; does not fix the depth.
         priority: lower numbers are served first; 0 unless given.
         timeout: seconds from its arrival after which it ends with the tokens it has; None: never.
-        cache_salt: only requests of the same salt share cached pages.
+        cache_salt: only requests of the same salt share cached pages, and outputs to draft from.
         spare: number of further tokens its pages hold from the start.
         arrived: seconds of the runner's clock at its arrival; None: the time when it is queued.
         holdable: whether ``Engine.hold`` keeps it in the queue; True unless given.
@@ -165,6 +165,7 @@ class Request:
         capacity: most tokens that its pages may have to hold.
         fixed_depth: whether every step must have ``depth`` drafts for it; else adaptive depth decides.
         suffix_drafts: whether its drafts may come from suffix matches.
+        other_texts: whether these may lie in outputs of other requests.
         stops: tokens that end the output.
         constraints: a grammar, and other rules that depend on the output so far; None: there are none.
         deadline: seconds of the runner's clock at which the engine ends it, finished or not.
@@ -181,6 +182,7 @@ class Request:
     depth: int
     capacity: int
     suffix_drafts: bool = False
+    other_texts: bool = False
     spare: int = 0
     stops: Sequence[int] = ()
     constraints: Constraints | None = None

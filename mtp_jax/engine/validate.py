@@ -129,8 +129,8 @@ class InputProcessor:
             )
         spare = terms.get("spare", 0)
         max_tokens = self._max_tokens(len(ids), params, spare)
-        # The random numbers of a sampled token depend on where its step begins, so a seed fixes the depth,
-        # unless the verifier is "coupled".
+        # The random numbers of a sampled token depend on where its step begins, so a seed fixes the depth and
+        # leaves out other requests' texts, unless the verifier is "coupled".
         seeded = params.seed is not None and params.temperature > 0 and config.verifier != "coupled"
         asked = params.num_speculative_tokens is not None
         seed, arrived, timeout = terms.get("seed", params.seed), terms.get("arrived"), terms.get("timeout")
@@ -150,6 +150,7 @@ class InputProcessor:
                 self._depth(params),
                 len(ids) + max_tokens + spare,
                 suffix_drafts=self._suffix_drafts(params),
+                other_texts=not seeded,
                 spare=spare,
                 stops=stops,
                 constraints=constraints,

@@ -45,6 +45,7 @@ GIVEN = {
 MEMORY = ("--host-cache-gib", "1")
 # Options that an option needs beside it.
 BESIDE = {
+    "suffix_store": ["--suffix-drafts"],
     "file_cache": (*MEMORY, "--file-cache-gib", "1"),
     "file_cache_gib": (*MEMORY, "--file-cache", "x"),
     "file_cache_seconds": (*MEMORY, "--file-cache", "x", "--file-cache-gib", "1"),

@@ -148,14 +148,17 @@ def _row() -> SlotRow:
     numbers, kinds = iter(range(100)), {"Float": np.float32, "Bool": np.bool_, "UInt32": np.uint32}
 
     def filled(kind: type) -> dict[str, Any]:
-        declared: list[tuple[str, Any]] = [(f.name, f.type) for f in fields(kind) if f.name != "sampling"]
+        declared: list[tuple[str, Any]] = [
+            (f.name, f.type) for f in fields(kind) if f.name not in ("sampling", "texts")
+        ]
         axes = {name: len(str(of.dim_str).split()) for name, of in declared}
         return {
             name: np.full((1, 3)[: axes[name]], next(numbers), kinds.get(of.__name__.split("[")[0], np.int32))
             for name, of in declared
         }
 
-    return SlotRow(**filled(SlotRow), sampling=SamplingState(**filled(SamplingState)))
+    texts = np.array([[5, 6, -1]], np.int32)
+    return SlotRow(**filled(SlotRow), sampling=SamplingState(**filled(SamplingState)), texts=texts)
 
 
 def _chunk(token: int = 7) -> Chunk:

@@ -6,7 +6,11 @@ suffix that occurs earlier, up to ``REACH`` tokens, and the most recent of its o
 comparison, in 3 L REACH integer operations per row on the L tokens of its page table: 0.4 million for 4,096
 tokens, where one token through one layer of DeepSeek-V3 takes 1,200 million.
 
-The drafts are point masses that depend on committed tokens alone, so every verifier stays exact.
+Where slots see outputs of other requests (``SlotRow.texts``), a match may lie in these, too: they stand
+before the sequence, so that of equal matches its own is the most recent. Drafts end where such a text ends.
+
+The drafts are point masses that depend on committed tokens, and on texts that were handed over with the slot,
+alone, so every verifier stays exact.
 """
 
 from dataclasses import dataclass
@@ -74,10 +78,15 @@ class Suffix:
         with jax.named_scope("suffix"):
             tokens = _read(own.pages.tokens, s.page_table, on.mesh)
             tokens = jnp.where(jnp.arange(tokens.shape[1]) == s.length[:, None], s.newest[:, None], tokens)
-            end, matched = longest_match(tokens, s.length)
-            found = continuation(tokens, s.length, end, rules.depth)
+            last, own_from = s.length, 0
+            if s.texts is not None:
+                own_from = s.texts.shape[1]
+                tokens, last = jnp.concatenate([s.texts, tokens], axis=1), last + own_from
+            end, matched = longest_match(tokens, last)
+            found = continuation(tokens, last, end, rules.depth)
             use = s.suffix & s.active & (matched >= self.shortest) & permits(rules.allowed, found)
-            drafts = _replaced(drafts, use, found, rules.wanted)
+            source = jnp.where(end < own_from, Origin.STORE, Origin.SUFFIX)
+            drafts = _replaced(drafts, use, found, source, rules.wanted)
             if drafts.margins is not None:  # the longer the match, the surer its drafts
                 drafts = drafts.replace(margins=jnp.where(use[:, None], matched[:, None], drafts.margins))
         return drafts, _with_others(own, after)
@@ -120,16 +129,18 @@ def longest_match(
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """The longest suffix of tokens[: last + 1] that occurs earlier in it, up to ``reach`` tokens.
 
-    tokens: not negative up to ``last``; anything after it. Returns (index of the last token of its most
-    recent earlier occurrence, its length); the index means nothing where the length is 0.
+    tokens: up to ``last`` texts, each of which a negative number ends, the last one apart; anything after it.
+    Returns (index of the last token of its most recent earlier occurrence that another token follows, its
+    length); the index means nothing where the length is 0.
     """
     index = jnp.arange(tokens.shape[1])
-    here = index < last[:, None]
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    here = (index < last[:, None]) & (following >= 0)
     matched = jnp.zeros(tokens.shape, jnp.int32)
     for back in range(reach):  # unrolled: one fused pass over the tokens
         wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0)[:, None], axis=1)
         before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)[:, : tokens.shape[1]]
-        here &= before == wanted
+        here &= (before == wanted) & (wanted >= 0)
         matched += here
     best = jnp.max(matched * tokens.shape[1] + index, axis=1)
     return best % tokens.shape[1], best // tokens.shape[1]
@@ -140,7 +151,8 @@ def continuation(
 ) -> Int[Array, "B K"]:
     """``count`` tokens that follow if tokens[: last + 1] goes on as it did after ``end`` < ``last``.
 
-    Behind the last known token the continuation starts anew: a text that repeats itself goes on repeating.
+    Behind the last known token the continuation starts anew: a text that repeats itself goes on repeating. A
+    negative number is the end of the text that it was found in; numbers after it have no meaning.
     """
     period = jnp.maximum(last - end, 1)[:, None]
     index = end[:, None] + 1 + jnp.arange(count) % period
@@ -148,9 +160,18 @@ def continuation(
 
 
 def _replaced(
-    drafts: Drafts, use: Bool[Array, " B"], tokens: Int[Array, "B K"], count: Int[Array, ""] | int
+    drafts: Drafts,
+    use: Bool[Array, " B"],
+    tokens: Int[Array, "B K"],
+    source: Int[Array, " B"],
+    wanted: Int[Array, ""] | int,
 ) -> Drafts:
-    """``drafts`` with the rows in which ``use`` is set replaced by ``count`` point masses at ``tokens``."""
+    """``drafts`` with the rows in which ``use`` is set replaced by point masses at ``tokens``.
+
+    There are ``wanted`` of these at most, and none from the first negative number on.
+    """
+    count = jnp.minimum(wanted, jnp.sum(jnp.cumprod(tokens >= 0, axis=1), axis=1))
+    tokens = jnp.maximum(tokens, 0)
     probs = drafts.probs
     if probs is not None:
         one_hot = jax.nn.one_hot(tokens, probs.shape[-1], dtype=probs.dtype)
@@ -161,7 +182,7 @@ def _replaced(
     return drafts.replace(
         tokens=jnp.where(use[:, None], tokens, drafts.tokens),
         count=jnp.where(use, count, drafts.count),
-        source=jnp.where(use, Origin.SUFFIX, drafts.source),
+        source=jnp.where(use, source, drafts.source),
         probs=probs,
         parents=parents,
     )

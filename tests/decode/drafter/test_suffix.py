@@ -83,6 +83,24 @@ def test_the_match_is_that_of_a_string_search(text, garbage, reach):
         assert end == told[0]
 
 
+@settings(deadline=None)
+@given(row=st.lists(texts.map(lambda t: t[:16]), min_size=2, max_size=3), reach=st.sampled_from([1, REACH]))
+def test_a_match_in_other_texts_lies_in_one_of_them_and_goes_on_in_it(row, reach):
+    """Further texts stand before the last, a gap behind each; nothing follows the last token of a text."""
+    flat = [t for text in row for t in (*text, -1)][:-1]
+    padded = np.full((1, WIDTH + 3), 7, np.int32)
+    padded[0, : len(flat)] = flat
+    end, length = (int(a[0]) for a in matcher(reach)(padded, np.array([len(flat) - 1])))
+    own, told = row[-1], (0, 0)
+    for size in range(1, min(reach, len(own)) + 1):
+        ends = range(size - 1, len(flat) - 1)
+        found = [e for e in ends if flat[e - size + 1 : e + 1] == own[-size:] and flat[e + 1] >= 0]
+        told = (found[-1], size) if found else told
+    assert length == told[1]
+    if length:
+        assert end == told[0]
+
+
 _continuation = jax.jit(continuation, static_argnums=3)
 
 
@@ -250,6 +268,39 @@ def test_each_request_has_its_own_depth_and_may_refuse():
     assert set(refused.source_per_step) == {Origin.NEXTN}
     assert refused.accepted > 0
     assert free.of(Origin.SUFFIX).accepted > 0
+
+
+def run_one(engine: Engine, prompt: list[int], salt: str, tokens: int) -> Request:
+    request = engine.make_request(prompt, replace(GREEDY, max_tokens=tokens), cache_salt=salt)
+    prepare(engine, [request])
+    engine.submit(request)
+    finish(engine)
+    return request
+
+
+def test_texts_of_the_same_salt_are_drafted_from():
+    """An output is drafted again up to its end, where the salt is the same; texts are as without drafts."""
+    engine = engine_with(replace(copier(), nextn=()), cfg=NO_NEXTN, suffix_store=64)
+    (prompt, _), *others = [(p[:8], params) for p, params in copying()]
+    output = reference().speculate(prompt, 32).ids
+    first = run_one(engine, prompt, "a", 24)
+    stranger = run_one(engine, prompt, "b", 24)
+    again = run_one(engine, prompt, "a", 32)
+    assert first.progress.output == stranger.progress.output == output[:24]
+    assert again.progress.output == output
+    alone, foreign, stored = (r.progress.speculation for r in (first, stranger, again))
+    assert drafting(stranger) == drafting(first)
+    assert alone.of(Origin.STORE).drafted == foreign.of(Origin.STORE).drafted == 0
+    # Four tokens find the text; from there on every draft is right, and the last of them are its last tokens.
+    store = stored.of(Origin.STORE)
+    assert store.accepted == store.drafted == 24 - SHORTEST - store.steps + 1
+    assert store.drafted_per_step[-1] < 7
+    assert engine.stats().accepted_by_source["store"] == store.accepted
+    for other, _ in others:  # another prompt's text is seen as well, and changes no token
+        request = run_one(engine, other, "a", 24)
+        assert request.progress.output == reference().speculate(other, 24).ids
+    engine.texts.forget()
+    assert drafting(run_one(engine, prompt, "a", 24)) == drafting(first)
 
 
 @pytest.mark.parametrize(
