@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mtp_jax.api.built import adopted
@@ -64,6 +65,11 @@ _NOT_OF_CHATS = ("n", "logprobs", "prompt_logprobs", "stop_in_thoughts")
 _MOST_SLOTS = 8
 # The flag by which a group is joined.
 _OTHER_FLAGS = {"group": "--hosts"}
+_SWITCHED = re.compile(r"\b([a-z_]+) ?= ?(True|False)\b")
+# Not in a path, a quotation or code, nor with a value that no flag has.
+_NAME = re.compile(
+    r"(?<![\w/.'\"`-])([a-z]+(?:_[a-z]+)+)(?![\w/'\"`(=-]|\.\w| = (?:None|True|False)\b)( = )?"
+)
 
 
 class _Adds(Protocol):
@@ -144,7 +150,8 @@ def in_flags(error: Exception, actions: Sequence[argparse.Action]) -> str:
     clash = error.args[0] if error.args else ""
     if isinstance(clash, Clash):
         return clash.told(partial(_said, told))
-    return with_flags(str(error), {a.dest: _flag(a) for a in told if a.nargs != 0})
+    switches = {(a.dest, str(a.const)): _flag(a) for a in told if a.nargs == 0}
+    return with_flags(str(error), {a.dest: _flag(a) for a in told if a.nargs != 0}, switches)
 
 
 def _said(actions: Sequence[argparse.Action], name: str, value: object) -> str | None:
@@ -155,26 +162,36 @@ def _said(actions: Sequence[argparse.Action], name: str, value: object) -> str |
             return _flag(a) if isinstance(value, Described) else f"{_flag(a)} {value}"
         if a.nargs == 0 and a.const == value:
             return _flag(a)
-    return _OTHER_FLAGS.get(name)
+    off = next((a for a in actions if a.dest == name), None) if value is None or value is False else None
+    return f"no {_flag(off)}" if off else _OTHER_FLAGS.get(name)
 
 
 def _flag(action: argparse.Action) -> str:
     return next(f for f in action.option_strings if f.startswith("--"))
 
 
-def with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """A message in the words of the command line: ``num_nextn_layers=0`` and ``page_size = 0`` with flags.
+def with_flags(
+    message: str, flags: Mapping[str, str], switches: Mapping[tuple[str, str], str] = MappingProxyType({})
+) -> str:
+    """A message in the words of the command line: flags for ``page_size = 0`` and ``num_pages``.
 
-    flags: flags of the options that have values, by name.
+    A name of one word stands for an option only where a value follows it. flags: flags of the options that
+    have values, by name. switches: flags of the other options, by name and value.
     """
 
     def flag(match: re.Match[str]) -> str:
         known = flags.get(match[1])
         return match[0] if known is None or match[2] == "None" else f"{known} {match[2]}".rstrip()
 
+    def named(match: re.Match[str]) -> str:
+        known = flags.get(match[1])
+        return match[0] if known is None else known + (" " if match[2] else "")
+
     message = re.sub(r"\b([a-z_]+)=(\w*)", flag, message)
     told = re.sub(r"\b([a-z_]+) = (\S+)(?=; expected )", flag, message)
-    return told if told == message else told.replace(" or None", "")
+    told = told if told == message else told.replace(" or None", "")
+    told = _SWITCHED.sub(lambda match: switches.get((match[1], match[2]), match[0]), told)
+    return _NAME.sub(named, told)
 
 
 def given(args: argparse.Namespace, cls: type) -> JsonObject:

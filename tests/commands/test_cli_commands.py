@@ -144,6 +144,15 @@ def test_advice_is_in_the_words_of_the_shell(capsys, tmp_path):
     kept = "a=1, adaptive_depth=False, seed = 3, n=2, compile_cache=None"
     told = "a=1, adaptive_depth=False, seed = 3, --n 2, compile_cache=None"
     assert options.with_flags(kept, {"n": "--n", "compile_cache": "--compile-cache"}) == told
+    kept = (
+        "num_pages = 'a b', raise num_pages or memory_fraction. num_pages = None; /x/num_pages, 'num_pages'"
+    )
+    told = (
+        "--num-pages 'a b', raise --num-pages or memory_fraction. num_pages = None; /x/num_pages, 'num_pages'"
+    )
+    assert options.with_flags(kept, {"num_pages": "--num-pages"}) == told
+    kept, switches = "a_b=True, or a_b = False", {("a_b", "True"): "--a-b"}
+    assert options.with_flags(kept, {}, switches) == "--a-b, or a_b = False"
     assert cli.main(["generate", str(folder), "-p", "x", "--max-tokens", "0"]) == 2
     error = "error: --max-tokens 0; expected an integer from 1 to 2147483647\n"
     assert capsys.readouterr().err == error

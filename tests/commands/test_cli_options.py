@@ -222,7 +222,7 @@ ERRORS = [
     ),
     (
         ["serve", "--chat-template-kwargs", '{"tools": 1}'],
-        "chat_template_kwargs has tools, which the server sets",
+        "--chat-template-kwargs has tools, which the server sets",
     ),
     (["generate", V3, "--logit-bias", "3", *IDS], "'3' is not ID:BIAS,...; write 17:2.5,4:-100"),
     (["generate", V3, "--compile-cache", "c", "--no-compile-cache", *IDS], "not allowed with argument"),
@@ -277,11 +277,11 @@ ERRORS = [
     ),
     (
         ["generate", V3, "--file-cache", "/srv/pages", "--host-cache-gib", 1, *IDS],
-        "--file-cache /srv/pages with file_cache_gib = None: files take room; give both, or neither",
+        "--file-cache /srv/pages with no --file-cache-gib: files take room; give both, or neither",
     ),
     (
         ["generate", V3, "--file-cache-gib", 1, "--host-cache-gib", 1, *IDS],
-        "--file-cache-gib 1.0 with file_cache = None: it is the size of that folder; give both, or neither",
+        "--file-cache-gib 1.0 with no --file-cache: it is the size of that folder; give both, or neither",
     ),
     (
         ["generate", V3, "--file-cache", "/srv", "--file-cache-gib", 0, "--host-cache-gib", 1, *IDS],
@@ -351,7 +351,7 @@ def test_prompts_that_cannot_be_served(capsys, monkeypatch, tmp_path):
     argv = ["generate", V3, "--no-compile-cache", "--max-model-len", 8, "-q"]
     for ids, message in (
         ("3,999", "the prompt names token 999"),
-        (",".join("3" * 8), "has 8 tokens; max_model_len = 8"),
+        (",".join("3" * 8), "has 8 tokens; --max-model-len 8"),
     ):
         err = failing(capsys, monkeypatch, *argv, "--token-ids", ids)
         assert err.startswith("error: ")

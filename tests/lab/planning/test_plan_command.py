@@ -261,13 +261,13 @@ def test_what_the_engine_does_may_be_asked_for(plan):
         ),
         (
             "DeepSeek-V3 --load load.jsonl --max-num-seqs 9",
-            "max_num_seqs = 9 does not divide over a data axis",
+            "--max-num-seqs 9 does not divide over a data axis",
         ),
         ("DeepSeek-V3 --load load.jsonl --max-num-seqs 0", "--max-num-seqs 0; expected an integer from 1 to"),
         ("DeepSeek-V3 --load load.jsonl --seed -1", "--seed -1; expected an integer from 0 to"),
         ("DeepSeek-V3 --load load.jsonl --num-speculative-tokens 9", "depth = 9; expected 0 to 8 drafts"),
         ("DeepSeek-V3 --load load.jsonl --gpu h100", "with drafts 8 x H100: needs "),
-        ("Kimi-K2-Thinking --load load.jsonl --num-speculative-tokens 1", "num_speculative_tokens = 1, but "),
+        ("Kimi-K2-Thinking --load load.jsonl --num-speculative-tokens 1", "--num-speculative-tokens 1, but "),
         ("DeepSeek-V3 --accept-rates glm", "'glm' is not a list of numbers from 0 to 1"),
         ("--check DeepSeek-V3", "--check compares DeepSeek-V3 and V4 with published speeds; leave out Deep"),
         (
