@@ -46,7 +46,7 @@ def register(subparsers: Subparsers) -> None:
         epilog="Example: %(prog)s DIR --temperature 0.6 --system 'Answer briefly.'",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    add_engine(parser)
+    add_engine(parser, serves=False)
     add_sampling(parser, max_tokens=512, several=False)
     parser.set_defaults(run=run)
 

@@ -42,14 +42,14 @@ def register(subparsers: Subparsers) -> None:
         "(default: for this computer's devices)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder")
-    add_engine(parser)
+    add_engine(parser, without=("programs",))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile. Returns the exit status."""
-    if "programs" in args:
-        raise ConfigError("--programs names programs that are compiled already; leave it out")
+    if args.out.exists() and not args.out.is_dir():
+        raise ConfigError(f"--out {args.out} is a file; name a folder, which need not be there")
     from mtp_jax.commands.server_options import SLOTS  # of a package that another module may hide
 
     report = reporter(args)

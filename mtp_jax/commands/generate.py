@@ -62,7 +62,7 @@ def register(subparsers: Subparsers) -> None:
         metavar="N",
         help="runs of each side to compare (default: 6, or 15 where they differ in the winner)",
     )
-    add_engine(parser)
+    add_engine(parser, serves=False)
     add_hosts(parser)
     add_sampling(parser, max_tokens=128, several=True)
     parser.set_defaults(run=run)

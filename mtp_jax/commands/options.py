@@ -104,10 +104,11 @@ def add_groups(
     subjects: Sequence[str],
     rest: str,
     defaults: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """Declare the options of a dataclass in groups by subject; options without a subject go into ``rest``."""
     for subject in (*subjects, ""):
-        names = [name for name, about in declared(cls).items() if about.subject == subject]
+        names = [n for n, about in declared(cls).items() if about.subject == subject and n not in without]
         add_options(parser.add_argument_group(subject or rest), cls, names, defaults)
 
 
@@ -150,6 +151,8 @@ def in_flags(error: Exception, actions: Sequence[argparse.Action]) -> str:
     clash = error.args[0] if error.args else ""
     if isinstance(clash, Clash):
         return clash.told(partial(_said, told))
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
     switches = {(a.dest, str(a.const)): _flag(a) for a in told if a.nargs == 0}
     return with_flags(str(error), {a.dest: _flag(a) for a in told if a.nargs != 0}, switches)
 
@@ -246,12 +249,22 @@ def add_sampling(parser: Parser, max_tokens: int, several: bool) -> None:
     shape("--choice", action="append", metavar="TEXT", help="answer with one of these texts; repeat it")
 
 
-def add_engine(parser: Parser, quiet: str = "print nothing but the result") -> None:
-    """Declare the model and the options of LLM; ``quiet``: the help of --quiet."""
+def add_engine(
+    parser: Parser,
+    quiet: str = "print nothing but the result",
+    serves: bool = True,
+    without: Collection[str] = (),
+) -> None:
+    """Declare the model and the options of LLM.
+
+    quiet: the help of --quiet. serves: whether completions are not counted before the start. without: options
+    that the command does not have.
+    """
     add_model(parser, "directory with config.json and weights, or a GGUF file (default: the demo model)")
     parser.add_config()
-    own = {"max_num_seqs": f"the number asked for; from {_MOST_SLOTS} on the default"}
-    add_groups(parser, LLMOptions, (MODEL, SPECULATION), "engine", own)
+    usual = declared(LLMOptions)["max_num_seqs"].shown_default
+    own = {} if serves else {"max_num_seqs": f"the number asked for, if below {_MOST_SLOTS}; else {usual}"}
+    add_groups(parser, LLMOptions, (MODEL, SPECULATION), "engine", own, without)
     parser.add_argument("-q", "--quiet", action="store_true", help=quiet)
 
 

@@ -238,7 +238,7 @@ def test_ctrl_c_and_system_errors(capsys, monkeypatch):
     assert fail(KeyboardInterrupt()) == 130
     assert capsys.readouterr() == ("", "")
     assert fail(PermissionError(13, "Permission denied", "/x")) == 2
-    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/x'\n"
+    assert capsys.readouterr().err == "error: /x: Permission denied\n"
     assert fail(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")) == 2
     assert capsys.readouterr().err.startswith("error: out of device memory; lower --max-num-seqs")
     with pytest.raises(RuntimeError, match="a bug"):  # these need their traceback

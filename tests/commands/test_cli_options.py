@@ -324,6 +324,8 @@ ERRORS = [
     ),
     (["chat", V3, "--logprobs", 2], "unrecognized arguments: --logprobs 2"),
     (["info", "nowhere"], "nowhere is not a directory"),
+    (["compile", "--out", __file__], "is a file; name a folder"),
+    (["compile", "--out", "o", "--programs", "p"], "unrecognized arguments: --programs"),
     (["info", V3, "--draft-model", "nowhere"], "nowhere"),
     (["export-nextn", "nowhere", "out"], "nowhere is not a directory"),
     (["convert", V3], "the following arguments are required: out"),

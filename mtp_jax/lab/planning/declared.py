@@ -1,5 +1,7 @@
 """A model of which a config.json alone is read, or whose name is enough."""
 
+import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from mtp_jax.errors import ConfigError
@@ -7,6 +9,16 @@ from mtp_jax.lab.planning.releases import KNOWN
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.family import config_of
 from mtp_jax.model.hf_config import read_config_json
+
+
+def near(name: str) -> list[str]:
+    """The known names that contain a name, or that are like it; all names where none is."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    found = [known for known in KNOWN if plain(name) in plain(known)]
+    return found or get_close_matches(name.lower(), KNOWN, 3) or [*KNOWN]
 
 
 def declared(model: Path, trunk_alone: bool, option: str) -> tuple[str, ModelConfig]:
@@ -22,6 +34,11 @@ def declared(model: Path, trunk_alone: bool, option: str) -> tuple[str, ModelCon
     known = KNOWN.get(str(model).lower())
     if known is not None and not path.exists():
         return name, known
+    if not model.exists() and len(model.parts) == 1:
+        raise ConfigError(
+            f"{model} is neither a directory nor the name of a known model; name a directory with "
+            f"config.json, or one of {', '.join(near(str(model)))}"
+        )
     raw = read_config_json(path)
     cfg = config_of(raw)
     if not any(key.startswith("dspark_") for key in raw):
