@@ -12,6 +12,7 @@ from mtp_jax import CompletionOutput, JsonObject, Logprob, RequestOutput, Stream
 from serve.answers.calls import Call
 from serve.answers.generation import check_room, submit
 from serve.answers.shapes import finite, token_name, without_tokens
+from serve.base.errors import ApiError
 from serve.base.ids import new_id
 from serve.base.state import Server
 from serve.bodies.native import Ask, GenerateBody
@@ -30,9 +31,17 @@ async def generate(server: Server, request: Request) -> Response:
         streams = []
         for ask, p, name in zip(asks, params, names, strict=True):
             streams += await submit(server, request, ask.sampling, [ask.prompt], p, name)
+            _check_start(body.routed_experts_start_len or 0, ask, streams[-1].prompt_tokens)
         return _Generate(server, request, body, streams)
 
     return await _Generate.respond_to(server, request, body.stream, submitted())
+
+
+def _check_start(start: int, ask: Ask, tokens: int) -> None:
+    """Raise ApiError for a first token of routed experts that is past the prompt of ``tokens`` tokens."""
+    if ask.return_routed_experts and start > tokens:
+        field = "routed_experts_start_len"
+        raise ApiError(400, f"{field} = {start}; expected 0 to {tokens}, the prompt's tokens", field)
 
 
 class _Generate(Call):

@@ -101,8 +101,10 @@ def test_experts_of_prompt_and_output(client):
     assert 0 <= found.min() < found.max() < CFG.n_routed_experts
     assert "routed_experts" not in second["meta_info"]
     asking = {"input_ids": IDS[0], "return_routed_experts": True}
-    later = generate(client, routed_experts_start_len=4, **asking)
-    np.testing.assert_array_equal(experts(later), found[4:])
+    np.testing.assert_array_equal(experts(generate(client, routed_experts_start_len=3, **asking)), found[3:])
+    past = client.post("/generate", json={**asking, "routed_experts_start_len": 4})
+    assert past.status_code == 400
+    assert past.json()["error"]["message"].startswith("routed_experts_start_len = 4; expected 0 to 3")
     scored = generate(client, sampling_params={"max_new_tokens": 0}, **asking)
     np.testing.assert_array_equal(experts(scored), found[:2])
     *before, last = chunks(client, **asking)
