@@ -24,7 +24,7 @@ _TABLE: dict[str, dict[str, tuple[object, ...]]] = {
             "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf",
             "grammar", "structural_tag", "response_schema", "format",
         ),
-        (),
+        (False, "", []),  # an empty schema means any JSON
     ),
     "leave it out: tokens are sampled, or the likeliest with temperature = 0": {"use_beam_search": ()},
     _NO_BEAMS: {"length_penalty": (1,), "early_stopping": (), "num_beams": (1,), "beam_width": (1,)},
