@@ -27,14 +27,16 @@ def of_ebnf(grammar: str) -> str:
     """
     count = len(_RULE.findall(grammar))
     if count > _MOST_RULES:
-        raise RequestError(f"ebnf has {count} rules; at most {_MOST_RULES} are allowed")
+        raise RequestError(f"the grammar has {count} rules; at most {_MOST_RULES} are allowed")
     try:
         return gbnf_to_lark(grammar).removeprefix(_HEADER).lstrip()
     except RecursionError:
-        raise RequestError("ebnf is nested too deep; write rules of their own") from None
+        raise RequestError("the grammar is nested too deep; write rules of their own") from None
     except Exception as error:  # llguidance raises plain exceptions, too
         told = " ".join(str(error).split())[:200]
-        raise RequestError(f"ebnf is not valid: {told}; expected rules such as: root ::= [a-z]+") from error
+        raise RequestError(
+            f"the grammar is not valid EBNF: {told}; expected rules such as: root ::= [a-z]+"
+        ) from error
 
 
 def token_ids(lark: str) -> list[int]:
@@ -42,5 +44,5 @@ def token_ids(lark: str) -> list[int]:
     found = _TOKENS.findall(_LITERAL.sub(" ", lark))
     sets = [ids for ids in found if not ids.isdecimal() or len(ids) > _MOST_DIGITS]
     if sets:
-        raise RequestError(f"lark names tokens by <[{sets[0]:.40}]>; expected one id, such as <[7]>")
+        raise RequestError(f"the grammar names tokens by <[{sets[0]:.40}]>; expected one id, such as <[7]>")
     return [int(ids) for ids in found]

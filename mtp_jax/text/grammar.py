@@ -96,11 +96,11 @@ class StructuredOutput:
                 "json_object=True"
             )
         if self.ebnf is not None:  # converted where it is compiled
-            _check_length("ebnf", len(_text(self.ebnf)))
+            _check_length("the form", len(_text(self.ebnf)))
         elif self.structural_tag is not None:
             _ = self._tags
         elif not callable(self.lark):
-            _check_length(given[0], len(self.grammar))
+            _check_length("the form" if self.lark else given[0], len(self.grammar))
 
     @classmethod
     def of_grammar(cls, text: str) -> "StructuredOutput":
@@ -310,7 +310,7 @@ class Grammars:
         """Raise RequestError for tokens that have text, which a draft could not name."""
         for token in token_ids(lark):
             if token >= len(self._table.tokens) or self._table.tokens[token] != TokenTable.tag(token):
-                raise RequestError(f"lark names <[{token}]>, which is no special token; write its text")
+                raise RequestError(f"the grammar names <[{token}]>, no special token; write its text")
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends inside a thought, which the output begins with."""

@@ -444,7 +444,7 @@ def test_structured_output_keeps_speculation(client):
 @pytest.mark.parametrize(
     ("grammar", "told"),
     [
-        ({"grammar": "root := 'a'"}, "ebnf is not valid: Expected ::="),
+        ({"grammar": "root := 'a'"}, "the grammar is not valid EBNF: Expected ::="),
         ({"grammar": "start: missing"}, "the structured output cannot be compiled"),
         ({"structural_tag": "{"}, "structural_tag is not JSON"),
         ({"structural_tag": {"format": {"type": "x"}}}, "structural_tag: a format of the type 'x'"),
