@@ -142,7 +142,7 @@ _NAMES = (
     *("products.e4m3", "products.hopper"),
     *("backend", "cache", "indexer", "visible"),
 )
-# Beside them, the compilation for cards that are not here.
+# Beside them, the compilation for devices that are not here.
 OF_KERNELS = (*(f"mtp_jax.model.{name}" for name in _NAMES), "mtp_jax.api.build_absent")
 
 # What a wheel leaves out, the tools of kernels.

@@ -162,12 +162,13 @@ def _memory(mesh: Mesh | None, fraction: float, asked: bool) -> Room | None:
 def allocatable(mesh: Mesh | None = None) -> tuple[int, int] | None:
     """Bytes that JAX may allocate on a device, and of these in use, for the device that has least left.
 
-    None: a device does not say how much memory it has.
+    None: a device does not say how much memory it has, as one that is not here.
     """
     if platform() == "cpu":
         return memory_size(), resident_bytes()
-    devices = jax.local_devices()[:1] if mesh is None else [*mesh.local_devices]
-    stats = [d.memory_stats() for d in devices]
+    here = jax.local_devices()
+    devices = here[:1] if mesh is None else [*mesh.local_devices]
+    stats = [d.memory_stats() if d in here else None for d in devices]
     found = [(s["bytes_limit"], s["bytes_in_use"]) for s in stats if s and "bytes_limit" in s]
     if len(found) < len(devices):
         return None

@@ -16,8 +16,8 @@ from mtp_jax.errors import ConfigError
 if TYPE_CHECKING:
     from mtp_jax.decode.kept import KeptPrograms
 
-CARDS = ("h200",)
-"""Cards that need not be here."""
+DEVICES = ("h200", "v5e", "v6e")
+"""Devices that need not be here: a GPU, and generations of TPUs."""
 
 _DESCRIPTION = """\
 Compile all programs that a server with these options needs, and put them into a folder. `mtp-jax serve
@@ -36,10 +36,10 @@ def register(subparsers: Subparsers) -> None:
         usage="%(prog)s [MODEL] --out DIR [options of serve]",
     )
     parser.add_argument(
-        "--gpu",
-        choices=sorted(CARDS),
-        help="compile for a card that is not here, from config.json alone; needs the extra gpu-compile "
-        "(default: for this computer's devices)",
+        "--device",
+        choices=DEVICES,
+        help="compile for a GPU or a TPU that is not here, from config.json alone; needs the extra "
+        "gpu-compile or tpu (default: for this computer's devices)",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder")
     add_engine(parser, without=("programs",))
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     report = reporter(args)
     before = time.process_time()
-    made = _absent(args, report, SLOTS) if args.gpu else _present(args, report, SLOTS)
+    made = _absent(args, report, SLOTS) if args.device else _present(args, report, SLOTS)
     if not args.quiet:
         size = sum((args.out / name).stat().st_size for name in made.used)
         show.note(
@@ -75,7 +75,7 @@ def _present(args: argparse.Namespace, report: Reporter, slots: int) -> "KeptPro
 def _absent(args: argparse.Namespace, report: Reporter, slots: int) -> "KeptPrograms":
     found = engine_options(args, slots)
     with report.phase("import jax"):
-        from mtp_jax.api.build_absent import build_absent, cards
+        from mtp_jax.api.build_absent import build_absent, devices
 
-    mesh = cards(args.gpu, *found.pop("mesh", (1, 1)))
+    mesh = devices(args.device, *found.pop("mesh", (1, 1)))
     return build_absent(LLMOptions(args.model or demo_model(), **found), mesh, args.out, report)

@@ -94,16 +94,19 @@ def with_draft_rows(params: Params, ids: Sequence[int], mesh: Mesh | None) -> Pa
         return take(a)
 
     whole = params.table
-    if isinstance(jax.tree.leaves(whole)[0], jax.ShapeDtypeStruct) or not readable(whole):
+    abstract = isinstance(jax.tree.leaves(whole)[0], jax.ShapeDtypeStruct)
+    if abstract or not readable(whole):
         table = jax.tree.map(rows, whole)
     else:
         table = with_bits(jax.tree.map(rows, without_bits(whole)))
-    return replace(params, draft_rows=DraftRows(table, _whole(places, mesh)))
+    return replace(params, draft_rows=DraftRows(table, _whole(places, mesh, abstract)))
 
 
-def _whole(places: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    """The places on the devices, split as logits are."""
-    if mesh is None:
+def _whole(places: np.ndarray, mesh: Mesh | None, abstract: bool) -> Any:
+    """The places on the devices, split as logits are; abstract: their shape alone."""
+    where = None if mesh is None else NamedSharding(mesh, partition("vocab"))
+    if abstract:
+        return jax.ShapeDtypeStruct(places.shape, places.dtype, sharding=where)
+    if where is None:
         return jax.device_put(places)  # which compiles nothing
-    where = NamedSharding(mesh, partition("vocab"))
     return jax.make_array_from_callback(places.shape, where, lambda index: places[index])

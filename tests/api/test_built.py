@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from kernels_pallas import absent
 from mtp_jax import LLM, RequestOutput
 from mtp_jax.api.built import write_manifest
 from mtp_jax.api.load import load_model
-from mtp_jax.api.local import local_runner
+from mtp_jax.api.local import local_runner, make_runner
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Silent
 from mtp_jax.commands import cli
@@ -184,16 +186,34 @@ def test_shapes_that_config_json_announces_are_these_of_the_files():
     assert told[0] == told[1]
 
 
+def test_a_mesh_that_no_host_of_tpus_has_is_one_line(tmp_path, capsys, monkeypatch):
+    """The number is wrong whether or not libtpu is there."""
+    monkeypatch.setattr(absent, "prepare", lambda: None)
+    asked = ["--device", "v5e", "--mesh", "1x3", "--out", str(tmp_path / "out"), "-q"]
+    assert cli.main(["compile", str(RIGGED), *asked]) == 2
+    assert capsys.readouterr().err == "error: mesh = 1x3 is 3 chips of v5e; a host has 1 or 4 or 8\n"
+
+
+def test_shapes_for_devices_that_are_not_here_put_nothing_on_them():
+    """Rows for drafts, on a mesh, whose devices stand in for absent ones."""
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    model = load_model(LLMOptions(mesh=mesh, compile_cache=None), Silent(), abstract=True)
+    runner = make_runner(model.decoding, model.params, model.engine, allocate=False)
+    assert model.engine.draft_vocab
+    assert all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(runner.params))
+
+
 def test_a_card_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch):
     def none(*given: Any) -> None:
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr(absent, "mesh_of", none)
     monkeypatch.setattr(absent, "prepare", lambda: None)
-    assert cli.main(["compile", str(RIGGED), "--gpu", "h200", "--out", str(tmp_path / "out"), "-q"]) == 2
+    assert cli.main(["compile", str(RIGGED), "--device", "h200", "--out", str(tmp_path / "out"), "-q"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(
-        "error: gpu = 'h200' needs jax's CUDA compiler (topology not implemented for cuda)"
+        "error: device = 'h200' needs jax's compiler for it (topology not implemented for cuda); install the "
+        "extra gpu-compile"
     )
     assert told.count("\n") == 1
     assert not (tmp_path / "out").exists()
