@@ -37,6 +37,7 @@ def register(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--device",
+        "--gpu",
         choices=DEVICES,
         help="compile for a GPU or a TPU that is not here, from config.json alone; needs the extra "
         "gpu-compile or tpu (default: for this computer's devices)",
