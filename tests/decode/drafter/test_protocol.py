@@ -86,7 +86,7 @@ def test_sampled_trees_have_one_verifier(verifier):
 def test_a_match_is_a_chain_in_its_row():
     tokens, parents = jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3), jnp.int32)
     drafts = Drafts(tokens, tokens[:, 0], tokens[:, 0], None, None, parents)
-    found = _replaced(drafts, jnp.array([True, False]), tokens + 1, 3)
+    found = _replaced(drafts, jnp.array([True, False]), tokens + 1, tokens[:, 0], 3)
     assert found.parents is not None
     assert found.parents.tolist() == [[0, 1, 2], [0, 0, 0]]
 
