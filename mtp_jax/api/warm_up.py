@@ -65,11 +65,11 @@ class WarmUp:
 
     @property
     def state(self) -> str:
-        """ "starting", "compiling n of m", or "ready" once no further program will come."""
+        """ "starting", "program n of m", compiled or loaded, or "ready" once no further one will come."""
         if self._thread.ident is None:
             return "starting"
         total = len(self._first) + len(self._rest)
-        return f"compiling {self._done + 1} of {total}" if self.running else "ready"
+        return f"program {self._done + 1} of {total}" if self.running else "ready"
 
     def _compile(self, keys: list[Key], update: Callable[[int, int], None] | None = None) -> None:
         began = time.perf_counter()

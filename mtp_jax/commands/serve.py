@@ -128,7 +128,7 @@ def summary(
     only = ", this computer only" if settings.is_loopback else ""
     plain = ", NOT ENCRYPTED (--tls-cert, or a proxy)" if settings.is_plain(settings.host) else ""
     kept = f"kept in {folder}" if (folder := compile_cache()) else "not kept"
-    kept = f"from {llm.built}" if llm.built else kept
+    kept = f"from {llm.built}, with its options" if llm.built else kept
     kept_prefixes = "kept" if c.prefix_cache else "not kept"
     if c.host_cache_gib:
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"

@@ -83,7 +83,7 @@ def unasked(
     """
     own = options.max_model_len is None
     if options.num_pages is not None:
-        return shortened(config, options.num_pages) if own else config, "as given"
+        return shortened(config, options.num_pages) if own else config, "as the options say"
     if own and most is None:
         config = replace(config, max_model_len=min(config.max_model_len, LONG))
     if not own or config.max_model_len <= LONG:
@@ -106,7 +106,7 @@ def told(config: EngineConfig, options: EngineOptions, cfg: ModelConfig, pages: 
     """The sizes of an engine and their reasons, in a line. pages: the reason for the number of pages."""
     length, own = config.max_model_len, cfg.max_position_embeddings
     if options.max_model_len is not None:
-        why = "as given"
+        why = "as the options say"
     elif length == own:
         why = "the model's own"
     else:

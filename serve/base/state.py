@@ -55,7 +55,7 @@ class Server:
         if self.allm.draining:
             return "shutting down"
         if self.allm.warm_up.keeps_away:
-            return "programs are being compiled, beside which nothing should be served on this device"
+            return "programs are being prepared, beside which nothing should be served on this device"
         if released := self.allm.released:
             return f"the memory of {', '.join(released)} is released"
         if self.allm.step_age > self.settings.ready_seconds:

@@ -316,11 +316,11 @@ function showSpeculation() {
   document.body.classList.toggle("plain", !options.colours.checked);
 }
 
-/** Name the model, and say how far the server has come with compiling: it is slower until then. */
+/** Name the model, and say how many programs the server has yet to make ready: it is slower until then. */
 function showState(info) {
-  const compiles = info.state.startsWith("compiling");
-  $("model").textContent = info.served_model_name + (compiles ? `, ${info.state} programs` : "");
-  if (compiles) setTimeout(() => serverInfo(options.key.value).then(showState, () => {}), 2000);
+  const warming = info.state.startsWith("program");
+  $("model").textContent = info.served_model_name + (warming ? `, ${info.state}` : "");
+  if (warming) setTimeout(() => serverInfo(options.key.value).then(showState, () => {}), 2000);
 }
 
 /** Say what the model says of itself, with messages to try it with. */

@@ -47,7 +47,7 @@ def test_given_sizes_stay(on):
     assert {name: getattr(found, name) for name in GIVEN} == GIVEN
     assert found.memory_fraction is None
     kept, why = unasked(found, LLMOptions(**GIVEN), 1, lambda: 10**6)
-    assert (kept, why) == (found, "as given")
+    assert (kept, why) == (found, "as the options say")
 
 
 def test_a_share_of_memory_is_the_default_of_a_gpu_alone():
