@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mtp_jax.api.follow import follow
     from mtp_jax.api.llm import LLM
     from mtp_jax.api.outputs import CompletionOutput, Draft, RequestOutput, Timing
-    from mtp_jax.api.progress import Reporter
+    from mtp_jax.api.progress import Reporter, Terminal
     from mtp_jax.api.stream import Stream
     from mtp_jax.engine.sampling_params import OutputKind, SamplingParams
     from mtp_jax.engine.speculation import Logprob, Speculation
@@ -70,6 +70,7 @@ __all__ = [
     "Stream",
     "StreamDecoder",
     "StructuredOutput",
+    "Terminal",
     "Thoughts",
     "Timing",
     "TlsFiles",
@@ -103,6 +104,7 @@ _HOMES = {
     "Stream": "api.stream",
     "StreamDecoder": "text.tokenizer",
     "StructuredOutput": "text.grammar",
+    "Terminal": "api.progress",
     "Thoughts": "text.thoughts",
     "Timing": "api.outputs",
     "TlsFiles": "wire.tls",

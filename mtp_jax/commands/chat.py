@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     report = reporter(args)
     llm = open_llm(args, report, 1)
     llm.warm_up(None, params)
-    ready(report, llm)
+    ready(report, llm, args)
     if told := introduction(directory):
         show.note(" Try: ".join((told.about, *told.prompts[:1])))
     if not args.quiet:

@@ -107,7 +107,7 @@ def compare(
     sides = (params, replace(params, num_speculative_tokens=0))
     for prompt, side in itertools.product(prompts, sides):  # one at a time, as they will run
         llm.warm_up(prompt, side)
-    ready(report, llm)
+    ready(report, llm, args)
     # The first run of each side is not measured: caches are cold, and its text is printed meanwhile.
     if not args.json:
         show.stream(llm, prompts[0], params)

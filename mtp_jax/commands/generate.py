@@ -101,7 +101,7 @@ def _generate(
 
         return compare(args, llm, prompts, params, report)
     llm.warm_up(prompts, params)
-    ready(report, llm)
+    ready(report, llm, args)
     if len(prompts) == params.n == 1 and not args.json:
         outputs, numbers = _one(llm, prompts[0], params)
     else:

@@ -341,18 +341,19 @@ def forget_compile_cache() -> None:
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 
-def ready(report: Reporter, llm: "LLM") -> None:
-    """Report that start-up is over, with its figures."""
+def ready(report: Reporter, llm: "LLM", args: argparse.Namespace) -> None:
+    """Report that start-up is over, with its figures, and the model's sampling as far as none was given."""
     if not isinstance(report, Terminal):
         return
     engine, c = llm.engine.config, llm.config
     pages = llm.engine.pages * llm.engine.shards
+    defaults = {name: value for name, value in llm.sampling_defaults.items() if name not in args}
     cache = "FP8 cache" if engine.kv_cache_dtype == "fp8" else "cache"
     report.ready(
         f"{c.num_hidden_layers} layers and {drafter(llm)} in {engine.dtype}{of_weights(llm)}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time{f' ({llm.size.room})' if llm.size.room else ''}"
-        + (f"; {described(llm.sampling_defaults)}" if llm.sampling_defaults else "")
+        + (f"; {described(defaults)}" if defaults else "")
     )
 
 

@@ -3,12 +3,13 @@
 import functools
 import io
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 import mtp_jax.api.llm
-from mtp_jax import SamplingParams
+from mtp_jax import LLM, SamplingParams, Terminal
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.cluster.handover.options import HandoverOptions
@@ -392,3 +393,13 @@ def test_a_closed_stream_is_an_empty_one(name, monkeypatch):
         stream = getattr(sys, name)
         assert name != "stdin" or stream.read() == ""
         stream.close()
+
+
+def test_sampling_that_was_given_is_not_said_to_be_the_models(capsys):
+    """As by `make demo`: the embedded model's own temperature is 0.3."""
+    llm = LLM(simulate=(0.5,), max_model_len=64)
+    options.ready(Terminal(), llm, Namespace())
+    options.ready(Terminal(), llm, Namespace(temperature=0.5))
+    usual, given = capsys.readouterr().err.splitlines()
+    assert "temperature 0.3 unless given" in usual
+    assert "temperature" not in given
