@@ -355,12 +355,7 @@ class AsyncLLM:
     async def flush_prefix_cache(self) -> None:
         """Forget the pages and the outputs of past requests. Raises EngineStopped."""
         engine = self.llm.engine
-
-        def forget() -> None:
-            engine.flush_prefix_cache()
-            engine.texts.forget()
-
-        await self.on_engine(forget)
+        await self.on_engine(lambda: (engine.flush_prefix_cache(), engine.texts.forget()))
 
     async def start_helpers(self) -> None:
         """Start the processes that try grammars and render chat templates, before a request waits."""
