@@ -21,9 +21,10 @@ CHAT_OPTIONS ?= --temperature 0.2 --top-p 0.9
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 GPU_COMPILE := build/gpu-compile
+TPU_COMPILE := build/tpu-compile
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo chat test test-all test-slow test-nightly test-gpu lint format types gpu-compile docs bench soak clean
+.PHONY: demo chat test test-all test-slow test-nightly test-gpu lint format types gpu-compile tpu-compile docs bench soak clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.runtime
@@ -86,6 +87,12 @@ gpu-compile: $(GPU_COMPILE)/.installed
 	@test -n "$(CASES)" || $(GPU_COMPILE)/bin/python -m tests.kernels.compile_step --layer
 	@test -n "$(CASES)" || $(GPU_COMPILE)/bin/python -m tests.kernels.compile_step
 
+# Compiles every program of a default server for TPUs, without one, in an environment of its own: half an hour of CPU
+# time. Some only: make tpu-compile CASES=v5e-1
+tpu-compile: $(TPU_COMPILE)/.installed
+	@echo "==> compiling the programs of a server for TPUs"
+	@$(TPU_COMPILE)/bin/python -m tests.kernels.compile_server $(CASES)
+
 # The documents as a site, with a search and llms.txt: build/site/index.html opens without a server.
 docs: $(VENV)/.docs
 	@echo "==> building the site"
@@ -122,16 +129,18 @@ $(VENV)/.python:
 	  rm -rf $(VENV); exit 1; }
 	@touch $@
 
-# The kernels are built for jax 0.11, which needs Python 3.12: the first that is new enough.
-$(GPU_COMPILE)/.installed: $(INPUTS)
-	@echo "==> installing XLA's CUDA compiler into $(GPU_COMPILE) (1.5 GB on disk; minutes the first time)"
+# jax 0.11, which these compilers are for, needs Python 3.12: the first that is new enough.
+$(GPU_COMPILE)/.installed: EXTRA := gpu-compile
+$(TPU_COMPILE)/.installed: EXTRA := tpu
+$(GPU_COMPILE)/.installed $(TPU_COMPILE)/.installed: $(INPUTS)
+	@echo "==> installing XLA's compiler into $(@D) (1.5 GB on disk; minutes the first time)"
 	@for python in $(PYTHON) python3.12 python3.13; do \
 	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && \
-	    { $$python -m venv --clear $(GPU_COMPILE); exit; }; done; \
-	  echo "gpu-compile needs Python 3.12 or newer, for jax 0.11; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
-	  echo "Name one: make PYTHON=/path/to/python3.12 gpu-compile"; exit 1
-	@$(GPU_COMPILE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  --editable '.[gpu-compile]'
+	    { $$python -m venv --clear $(@D); exit; }; done; \
+	  echo "$(notdir $(@D)) needs Python 3.12 or newer, for jax 0.11; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name one: make PYTHON=/path/to/python3.12 $(notdir $(@D))"; exit 1
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[$(EXTRA)]'
 	@touch $@
 
 $(VENV)/.runtime: $(VENV)/.python $(INPUTS)

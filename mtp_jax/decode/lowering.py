@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mtp_jax.decode.arrays import Chunk, SlotRow
@@ -45,10 +46,12 @@ class Lowering:
     """The programs of one runner, as XLA is given them.
 
     Attributes:
-        params, state: shapes of the parameters and of the state, or the arrays themselves.
+        params, state: shapes of the parameters and of the state, or the arrays themselves. Shapes of a state
+            for a TPU say how each array lies in memory (``_in_order``).
         layers: the parameters that scores read, layer by layer.
         place: the device, where it is not here; None: it is here, or there are several.
         boxed: whether steps write their results into a box (``outbox``).
+        ordered: whether the state's arrays must lie in memory as ``empty`` makes them.
     """
 
     def __init__(self, decoding: Decoding, params: Params, state: State, layers: Params) -> None:
@@ -56,6 +59,9 @@ class Lowering:
         self._on = decoding.model.on
         self.place = _absent(params)
         self.boxed = platform() == "gpu"
+        self.ordered = platform() == "tpu"
+        if self.ordered:
+            self.state = jax.tree.map(_in_order, state)
 
     @property
     def devices(self) -> list[Any]:
@@ -113,7 +119,7 @@ class Lowering:
             """Shapes of the drafts, and shardings of the first phase's results."""
             _, found = jax.eval_shape(step.draft, params, state, allowed, _NUMBER)
             if self._on.mesh is None:
-                return found, None
+                return found, self._out()
             rows = state.slots.length.sharding
             where = jax.tree.map(lambda _: rows, found)
             tree = found.parents is not None
@@ -209,7 +215,9 @@ class Lowering:
 
     @property
     def _in_place(self) -> Any:
-        """Shardings of a state that stays where it is."""
+        """Shardings of a state that stays where it is, and as it is."""
+        if self.ordered:
+            return jax.tree.map(lambda a: a.format, self.state)
         return None if self._on.mesh is None else jax.tree.map(lambda a: a.sharding, self.state)
 
     @property
@@ -219,7 +227,7 @@ class Lowering:
 
     def _out(self) -> Any:
         """Shardings of a state and of a result."""
-        return None if self._on.mesh is None else (self._in_place, self.everywhere)
+        return None if self._in_place is None else (self._in_place, self.everywhere)
 
     def _chunk(self, key: StepKey) -> Chunk | None:
         """Shapes of the key's chunk."""
@@ -234,6 +242,16 @@ def _absent(params: Params) -> SingleDeviceSharding | None:
     found = jax.tree.leaves(params)[0].sharding
     there = isinstance(found, SingleDeviceSharding) and not found.device_set <= {*jax.devices()}
     return found if there else None
+
+
+def _in_order(a: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array whose first axis is outermost in memory: a page lies in one piece.
+
+    XLA's own choice for a large cache on a TPU is the pages' axis as the innermost, since it pads less; then
+    each step copies the cache to read it.
+    """
+    order = Format(Layout(tuple(range(len(a.shape)))), a.sharding or SingleDeviceSharding(jax.devices()[0]))
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=order)
 
 
 def mover_of(weights: Any) -> str:

@@ -212,11 +212,12 @@ class Programs:
     def empty_state(self) -> State:
         """A zeroed state, in which no slot is active. Raises ConfigError where it has no room.
 
-        Where programs are kept, one of them makes it. Elsewhere each array is made by itself, by a small
-        program that engines of other shapes share.
+        Where programs are kept, or say how it lies in memory, one of them makes it. Elsewhere each array is
+        made by itself, by a small program that engines of other shapes share.
         """
         check_room(self.lowering.state)
-        return self._empty()() if self.kept.keeps else empty_state(self.lowering.state)
+        made = self.kept.keeps or self.lowering.ordered
+        return self._empty()() if made else empty_state(self.lowering.state)
 
     def admit(self, state: State, slot: int, row: SlotRow, tail: int) -> State:
         """Put a request's row into a slot; ``tail``: the page it goes on from, counted over all shards."""

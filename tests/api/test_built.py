@@ -19,7 +19,7 @@ from mtp_jax.api.local import local_runner, make_runner
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Silent
 from mtp_jax.commands import cli
-from mtp_jax.decode import facts
+from mtp_jax.decode import facts, lowering
 from mtp_jax.decode.keys import SamplingMode, StepKey
 from mtp_jax.decode.manifest import FILE, Manifest
 from mtp_jax.engine.buckets import Buckets
@@ -184,6 +184,18 @@ def test_shapes_that_config_json_announces_are_these_of_the_files():
     found = [load_model(options, Silent(), abstract=abstract) for abstract in (True, False)]
     told = [facts.named(jax.devices()[:1], decoding=m.decoding, weights=shapes(m.params)) for m in found]
     assert told[0] == told[1]
+
+
+@pytest.mark.rest
+def test_a_state_whose_order_in_memory_is_said_gives_the_same_tokens(monkeypatch):
+    """TPUs have one; here it is a processor's own order, and the programs that say it run."""
+    monkeypatch.setattr(lowering, "platform", lambda: "tpu")
+    llm = opened(None, max_num_seqs=1, max_model_len=64, num_speculative_tokens=2)
+    runner = local_runner(llm.engine)
+    assert runner.programs.lowering.ordered
+    check(*llm.generate([PROMPT], GREEDY))
+    orders = [a.format.layout.major_to_minor for a in jax.tree.leaves(runner.state)]
+    assert all(order == tuple(sorted(order)) for order in orders)
 
 
 def test_a_mesh_that_no_host_of_tpus_has_is_one_line(tmp_path, capsys, monkeypatch):
