@@ -63,19 +63,24 @@ def fp8_mlp(
     down_scale: Float[Array, "d i"],
     *,
     implementation: Implementation,
-    interpret: Interpreter | None = None,
+    limit: float | None = None,
 ) -> Float[Array, "T D"]:
-    """``down(silu(gate(x)) * up(x))`` of FP8 weights, as ``fp8_matmul``; I and D multiples of 128."""
+    """``down(silu(gate(x)) * up(x))`` of FP8 weights, as ``fp8_matmul``; I and D multiples of 128.
+
+    limit: largest gate, see ``ProductEnding``. Raises ValueError for inputs that the kernel cannot take.
+    """
     check(x, gate_up, BLOCK)
     check(x, down, BLOCK)
     count = x.shape[0]
     gated = choose_gated_tile(count, 1, *gate_up.shape[1:])
     rows = _quantised(x, gated)
-    hidden, scale = _product(implementation, gated, interpret)(
-        rows.values, gate_up, rows.scale, gate_up_scale
-    )
+    given = rows.values, gate_up, rows.scale, gate_up_scale
+    if implementation == "mosaic_gpu":
+        hidden, scale = mosaic_gpu.fp8_gated(*given, tile=gated, limit=limit)
+    else:
+        hidden, scale = reference.fp8_matmul(*given, limit)
     tile = choose_tile(count, *down.shape)
-    (y,) = _product(implementation, tile, interpret)(hidden, down[None], scale, down_scale[None])
+    (y,) = _product(implementation, tile)(hidden, down[None], scale, down_scale[None])
     return y[:count].astype(jnp.bfloat16)
 
 
@@ -110,7 +115,7 @@ def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
 
 
 def _product(
-    implementation: Implementation, tile: Tile, interpret: Interpreter | None, summed: bool = True
+    implementation: Implementation, tile: Tile, interpret: Interpreter | None = None, summed: bool = True
 ) -> Callable[..., tuple[Array, ...]]:
     if implementation == "mosaic_gpu":
         return partial(mosaic_gpu.fp8_matmul, tile=tile, summed=summed, interpret=interpret)

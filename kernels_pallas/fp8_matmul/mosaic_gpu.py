@@ -1,10 +1,11 @@
-"""The grouped product of kernels_pallas.grouped_matmul with a single group, and the sum of its splits."""
+"""The grouped products of kernels_pallas.grouped_matmul with a single group, and the sum of splits."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul import mosaic_gpu as grouped
+from kernels_pallas.grouped_matmul.ending import ProductEnding
 from kernels_pallas.grouped_matmul.layout import Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
@@ -12,19 +13,19 @@ from kernels_pallas.mosaic import Interpreter
 
 def fp8_matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "b N K"],
+    w: Float[Array, "1 N K"],
     x_scale: Float[Array, "k M"],
-    w_scale: Float[Array, "b n k"],
+    w_scale: Float[Array, "1 n k"],
     *,
     tile: Tile,
     summed: bool = True,
     interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
-    """``x @ w.T``: bfloat16 [M, N]. With b = 2, silu(gate) * up: e4m3 [M, N] and its scales [N/128, M].
+    """``x @ w.T``: bfloat16 [M, N].
 
     Args:
         x: e4m3; M is a multiple of ``tile.rows``.
-        w: e4m3, output features first; b is 1, or 2 for gate and up.
+        w: e4m3, output features first.
         x_scale: float32 scales of 1x128 blocks of x, transposed.
         w_scale: float32 scales of 128x128 blocks of w.
         tile: cut of the work.
@@ -34,11 +35,35 @@ def fp8_matmul(
     Raises:
         ValueError: dtypes or sizes that do not fit the tile.
     """
-    first = np.arange(0, x.shape[0], tile.rows, dtype=np.int32)
-    # One array, so that it is a constant of the program: XLA would fill several arrays by launches.
-    table = np.stack([np.zeros_like(first), first, np.full_like(first, tile.rows)])
-    tiles = Tiles(jnp.asarray(table), jnp.asarray(np.array([first.size], np.int32)))
+    tiles = _tiles(x.shape[0], tile)
     out = grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, tile=tile, interpret=interpret)
-    if w.shape[0] > 1 or tile.splits == 1 or not summed:
+    if tile.splits == 1 or not summed:
         return out
     return (out[0].sum(axis=0).astype(jnp.bfloat16),)
+
+
+def fp8_gated(
+    x: Float[Array, "M K"],
+    w: Float[Array, "2 N K"],
+    x_scale: Float[Array, "k M"],
+    w_scale: Float[Array, "2 n k"],
+    *,
+    tile: Tile,
+    limit: float | None = None,
+    interpret: Interpreter | None = None,
+) -> tuple[Array, ...]:
+    """``silu(gate) * up`` of two products as of ``fp8_matmul``: e4m3 [M, N], and its scales [N/128, M].
+
+    limit: largest gate, see ``ProductEnding``. Raises ValueError for dtypes or sizes that do not fit the tile.
+    """
+    given, ending = (x, w[None], x_scale, w_scale[None]), ProductEnding(limit=limit)
+    tiles = _tiles(x.shape[0], tile)
+    return grouped.grouped_matmul(*given, tiles, tile=tile, ending=ending, interpret=interpret)
+
+
+def _tiles(rows: int, tile: Tile) -> Tiles:
+    """The tiles of a single group."""
+    first = np.arange(0, rows, tile.rows, dtype=np.int32)
+    # One array, so that it is a constant of the program: XLA would fill several arrays by launches.
+    table = np.stack([np.zeros_like(first), first, np.full_like(first, tile.rows)])
+    return Tiles(jnp.asarray(table), jnp.asarray(np.array([first.size], np.int32)))

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas.grouped_matmul import reference as grouped
+from kernels_pallas.grouped_matmul.ending import ProductEnding
 from kernels_pallas.grouped_matmul.layout import Tiles
 
 
@@ -12,8 +13,10 @@ def fp8_matmul(
     w: Float[Array, "b N K"],
     x_scale: Float[Array, "k M"],
     w_scale: Float[Array, "b n k"],
+    limit: float | None = None,
 ) -> tuple[Array, ...]:
-    """The result of ``mosaic_gpu.fp8_matmul``: float32 [M, N], or e4m3 and its scales when gated."""
+    """The result of ``mosaic_gpu.fp8_matmul``: float32 [M, N]; of ``fp8_gated`` with b = 2."""
     rows = x.shape[0]
     tiles = Tiles(jnp.array([[0], [0], [rows]], jnp.int32), jnp.ones(1, jnp.int32))
-    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, rows=rows)
+    ending = ProductEnding(limit=limit)
+    return grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, rows=rows, ending=ending)

@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas.expert_layout.api import arrange
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
+from kernels_pallas.grouped_matmul.ending import PLAIN, ProductEnding
 from kernels_pallas.grouped_matmul.layout import Groups, Tiles, few, group_all, group_rows, slots
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
@@ -27,9 +28,10 @@ def expert_mlp(
     groups: Groups | None = None,
     shards: int = 1,
     first: Int[Array, ""] | int = 0,
+    limit: float | None = None,
     interpret: Interpreter | None = None,
 ) -> Float[Array, "T D"]:
-    """Each row's chosen experts, weighted: ``sum_k weights * down(silu(gate(x)) * up(x))``.
+    """Each row's chosen experts, weighted: ``sum_k weights * down(silu(gate(x)) * up(x))``, within the limit.
 
     FP8 weights multiply activations quantised to e4m3 in 1x128 blocks, once before each product.
 
@@ -46,6 +48,7 @@ def expert_mlp(
         groups: the layout of the rows, if it was made with the choice.
         shards: number of devices that share the choices; tiles depend on the mean number of an expert's rows.
         first: number, among A, of the first of the E experts.
+        limit: largest gate, see ``ProductEnding``; None: it has none.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
@@ -80,7 +83,15 @@ def expert_mlp(
     rows, scale = _of_tiles(x, groups, gated.rows)
     total = slots(ids.size, experts, gated.rows) if groups.token is None else None
     hidden = grouped_matmul(
-        rows, gate_up, scale, gate_up_scale, groups.tiles, gated, implementation, interpret, slots=total
+        rows,
+        gate_up,
+        scale,
+        gate_up_scale,
+        groups.tiles,
+        gated,
+        implementation,
+        interpret,
+        ending=ProductEnding(total, limit),
     )
     plain = choose_tile(rows_per_expert, down.shape[1])
     hidden, scale = hidden if len(hidden) == 2 else (hidden[0], None)
@@ -129,14 +140,14 @@ def grouped_matmul(
     implementation: Implementation,
     interpret: Interpreter | None = None,
     *,
-    slots: int | None = None,
+    ending: ProductEnding = PLAIN,
 ) -> tuple[Array, ...]:
     """``mosaic_gpu.grouped_matmul``, or the reference with implementation "xla"."""
     if implementation == "mosaic_gpu":
         return mosaic_gpu.grouped_matmul(
-            x, w, x_scale, w_scale, tiles, tile=tile, slots=slots, interpret=interpret
+            x, w, x_scale, w_scale, tiles, tile=tile, ending=ending, interpret=interpret
         )
-    y = reference.grouped_matmul(x, w, x_scale, w_scale, tiles, rows=tile.rows, slots=slots)
+    y = reference.grouped_matmul(x, w, x_scale, w_scale, tiles, rows=tile.rows, ending=ending)
     return y if len(y) == 2 else (y[0].astype(jnp.bfloat16),)
 
 

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from kernels_pallas.grouped_matmul.ending import PLAIN, ProductEnding
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import COMPUTE, ProductSizes, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row, store
@@ -41,7 +42,7 @@ def grouped_matmul(
     tiles: Tiles,
     *,
     tile: Tile,
-    slots: int | None = None,
+    ending: ProductEnding = PLAIN,
     interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
     """``x @ w[group].T`` for tiles of rows that belong to one group each; SwiGLU of two products if b is 2.
@@ -55,8 +56,8 @@ def grouped_matmul(
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
         tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
-        slots: number of rows of the results, if all tiles multiply the same rows, the first of x, whose
-            scales x_scale begins with. None: each tile has rows of its own, and M rows are returned.
+        ending: the way to the results. With ``slots`` all tiles multiply the same rows, the first of x, whose
+            scales x_scale begins with; else each tile has rows of its own, and M rows are returned.
         tile: cut of the work. interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -67,7 +68,7 @@ def grouped_matmul(
         ValueError: dtypes and sizes that the tile does not fit.
     """
     gated, columns, count = w.shape[1] == 2, w.shape[2], tiles.table.shape[1]
-    sizes = ProductSizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, slots)
+    sizes = ProductSizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, ending)
     operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     clusters: dict[str, Any] = {}
@@ -161,7 +162,7 @@ class _Walk:
         def one_tile(i: jax.Array, _: None) -> None:
             row_tile, column_tile, part = self.place(walker + i * sizes.walkers)
             group, first = self.table[0, row_tile], 0
-            if sizes.slots is None:
+            if sizes.ending.slots is None:
                 first = pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
             rows = pl.ds(first + self.half * sizes.block_rows, sizes.block_rows)
             columns = pl.ds(column_tile * tile.columns, tile.columns)
@@ -205,9 +206,9 @@ class _Walk:
                 out = self.out[0].at[place[2]] if self.sizes.tile.splits > 1 else self.out[0]
                 self.store(wg, place, sums[0], out)
             elif self.sizes.fp8:
-                self.store_quantised(wg, i, place, _swiglu(*sums))
+                self.store_quantised(wg, i, place, self.swiglu(*sums))
             else:
-                self.store(wg, place, _swiglu(*sums), self.out[0])
+                self.store(wg, place, self.swiglu(*sums), self.out[0])
 
         lax.fori_loop(0, mine, one_tile, None)
         plgpu.wait_smem_to_gmem(0)
@@ -218,7 +219,7 @@ class _Walk:
         _, _, x_scale, w_scale = self.operands
         row_tile, column_tile, part = place
         column = self.share(wg)[1]
-        of_tile = row_tile * sizes.tile.rows if sizes.slots is None else 0
+        of_tile = row_tile * sizes.tile.rows if sizes.ending.slots is None else 0
         rows = pl.ds(of_tile + self.rows_of(wg), WGMMA_ROWS)
         group, of_columns = (
             self.table[0, row_tile],
@@ -363,7 +364,7 @@ class _Walk:
                 reduce(jnp.add, (load(self.parts[0], (s, b, rows, columns), ROW) for s in range(tile.splits)))
                 for b in range(self.sizes.blocks)
             )
-            value, out = _swiglu(gate, up), self.out[0].at[rows, columns]
+            value, out = self.swiglu(gate, up), self.out[0].at[rows, columns]
             if self.sizes.fp8:
                 write(value, out, self.out[1].at[column_tile, pl.ds(row_tile * tile.rows + row, WARPS)])
             else:
@@ -371,6 +372,9 @@ class _Walk:
 
         lax.fori_loop(0, lax.div(pieces - part + (tile.splits - 1), tile.splits), finish, None)
 
-
-def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return gate / (1 + jnp.exp(-gate)) * up
+    def swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """The activation of a gated product, within its limit."""
+        limit = self.sizes.ending.limit
+        if limit is not None:
+            gate, up = jnp.minimum(gate, limit), jnp.maximum(jnp.minimum(up, limit), -limit)
+        return gate / (1 + jnp.exp(-gate)) * up

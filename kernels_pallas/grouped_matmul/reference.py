@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from kernels_pallas.grouped_matmul.ending import PLAIN, ProductEnding
 from kernels_pallas.grouped_matmul.layout import Tiles
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
 
@@ -26,12 +27,13 @@ def grouped_matmul(
     tiles: Tiles,
     *,
     rows: int,
-    slots: int | None = None,
+    ending: ProductEnding = PLAIN,
 ) -> tuple[Array, ...]:
     """The result of ``mosaic_gpu.grouped_matmul`` with tiles of ``rows`` rows, float32 throughout.
 
     Rows of no tile are zero. Returns float32 [M, N]; e4m3 values and their scales when gated and FP8.
     """
+    slots, limit = ending.slots, ending.limit
     group, first, height = tiles.table
     row = jnp.arange(rows)
     index = first[:, None] + row
@@ -59,7 +61,8 @@ def grouped_matmul(
 
     if w.shape[1] == 1:
         return (in_place(y[0]),)
-    gated = jax.nn.silu(y[0]) * y[1]
+    gate, up = y if limit is None else (jnp.minimum(y[0], limit), jnp.clip(y[1], -limit, limit))
+    gated = jax.nn.silu(gate) * up
     if x_scale is None:
         return (in_place(gated),)
     quantised = quantise(gated)

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from kernels_pallas.grouped_matmul.ending import PLAIN, ProductEnding
 from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.splits import CLUSTER, PROCESSORS
@@ -53,7 +54,7 @@ class ProductSizes:
         gated: whether there are two products, gate and up.
         rows, columns, terms: M, N and K.
         tiles: number of tiles of rows.
-        slots: number of rows of the results, if all tiles multiply the first rows of x; None: M.
+        ending: the way to the results, among them their number of rows.
     """
 
     tile: Tile
@@ -63,7 +64,7 @@ class ProductSizes:
     columns: int
     terms: int
     tiles: int
-    slots: int | None = None
+    ending: ProductEnding = PLAIN
 
     def __post_init__(self) -> None:
         tile = self.tile
@@ -160,7 +161,7 @@ class ProductSizes:
         if self.tile.splits == 1:
             return ()
         blocks = (self.blocks,) if self.gated else ()
-        shape = (self.tile.splits, *blocks, self.slots or self.rows, self.columns)
+        shape = (self.tile.splits, *blocks, self.ending.slots or self.rows, self.columns)
         return (jax.ShapeDtypeStruct(shape, jnp.float32),)
 
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -169,7 +170,7 @@ class ProductSizes:
             return self.parts_type()
         quantised = self.gated and self.fp8
         dtype = jnp.float8_e4m3fn if quantised else jnp.bfloat16
-        values = jax.ShapeDtypeStruct((self.slots or self.rows, self.columns), dtype)
+        values = jax.ShapeDtypeStruct((self.ending.slots or self.rows, self.columns), dtype)
         if not quantised:
             return (values,)
         return values, jax.ShapeDtypeStruct((self.columns // BLOCK, self.tiles * self.tile.rows), jnp.float32)

@@ -45,6 +45,10 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def gated(gate, up, limit=None):
+    return silu(gate) * up if limit is None else silu(np.minimum(gate, limit)) * np.clip(up, -limit, limit)
+
+
 def test_quantised_blocks_reach_the_largest_value_and_are_near(rng):
     x = (rng.normal(size=(5, 384)) * 1e-3).astype(np.float32)
     x[2, :128] = 0
@@ -89,8 +93,8 @@ def test_every_pair_has_a_slot_in_a_tile_of_its_group(pairs, chosen, rng):
         assert (np.diff(place[ids == g]) > 0).all()
 
 
-@pytest.mark.parametrize("quantised", [True, False])
-def test_experts_equal_those_of_float64(quantised, rng):
+@pytest.mark.parametrize(("quantised", "limit"), [(True, None), (False, None), (True, 0.25)])
+def test_experts_equal_those_of_float64(quantised, limit, rng):
     x, weights = random_rows(rng, 20, 256), rng.random((20, 2)).astype(np.float32)
     ids = rng.integers(-1, 6, (20, 2)).astype(np.int32)
     gate_up, gate_up_scale = random_fp8(rng, 5, 2, 128, 256)
@@ -99,14 +103,14 @@ def test_experts_equal_those_of_float64(quantised, rng):
     if not quantised:
         gate_up, down = big.astype(jnp.bfloat16), small.astype(jnp.bfloat16)
         gate_up_scale = down_scale = None
-    run = jax.jit(partial(api.expert_mlp, implementation="xla"))
+    run = jax.jit(partial(api.expert_mlp, implementation="xla", limit=limit))
     y = run(x, ids, weights, gate_up, down, gate_up_scale, down_scale)
     expected = np.zeros((20, 256))
     for t, (row, chosen) in enumerate(zip(x.astype(np.float64), ids, strict=True)):
         for k, e in enumerate(chosen):
             if 0 <= e < 5:
                 gate, up = big[e] @ row
-                expected[t] += float(weights[t, k]) * (small[e] @ (silu(gate) * up))
+                expected[t] += float(weights[t, k]) * (small[e] @ gated(gate, up, limit))
     # In bfloat16 results of products are rounded besides, and weights.
     most = rounded(MLP, jnp.float8_e4m3fn) if quantised else rounded(2 * MLP + 3)
     assert distance(y, expected) < most
@@ -119,9 +123,11 @@ def test_linear_and_mlp_equal_those_of_float64(rng):
     row, big, small = x.astype(np.float64), expanded(gate_up, gate_up_scale), expanded(down, down_scale)
     y = jax.jit(partial(fp8.fp8_matmul, implementation="xla"))(x, gate_up[0], gate_up_scale[0])
     assert distance(y, row @ big[0].T) < rounded(1, jnp.float8_e4m3fn)
-    y = jax.jit(partial(fp8.fp8_mlp, implementation="xla"))(x, gate_up, down, gate_up_scale, down_scale)
-    want = (silu(row @ big[0].T) * (row @ big[1].T)) @ small.T
-    assert distance(y, want) < rounded(MLP, jnp.float8_e4m3fn)
+    for limit in (None, 0.25):
+        run = jax.jit(partial(fp8.fp8_mlp, implementation="xla", limit=limit))
+        y = run(x, gate_up, down, gate_up_scale, down_scale)
+        want = gated(row @ big[0].T, row @ big[1].T, limit) @ small.T
+        assert distance(y, want) < rounded(MLP, jnp.float8_e4m3fn)
 
 
 def test_rows_quantised_before_give_the_same(rng):

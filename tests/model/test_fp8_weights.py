@@ -251,7 +251,7 @@ def calls(monkeypatch) -> list[str]:
     seen: list[str] = []
 
     def replaced(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, tile: Any, interpret: Any, summed: bool = True, **options: Any) -> Any:
+        def run(*args: Any, tile: Any, interpret: Any = None, summed: bool = True, **options: Any) -> Any:
             del interpret
             seen.append(name)
             out = reference(*args, tile, **options)
@@ -265,11 +265,13 @@ def calls(monkeypatch) -> list[str]:
         return run
 
     fp8 = replaced("fp8", lambda *args: fp8_reference.fp8_matmul(*args[:-1]))
+    gated = replaced("fp8", lambda *args, limit: fp8_reference.fp8_matmul(*args[:4], limit))
     grouped = replaced(
         "grouped",
-        lambda *args, slots: grouped_reference.grouped_matmul(*args[:-1], rows=args[-1].rows, slots=slots),
+        lambda *args, ending: grouped_reference.grouped_matmul(*args[:-1], rows=args[-1].rows, ending=ending),
     )
     monkeypatch.setattr("kernels_pallas.fp8_matmul.mosaic_gpu.fp8_matmul", fp8)
+    monkeypatch.setattr("kernels_pallas.fp8_matmul.mosaic_gpu.fp8_gated", gated)
     monkeypatch.setattr("kernels_pallas.grouped_matmul.mosaic_gpu.grouped_matmul", grouped)
 
     def tiled(rows: Any, values: Any, scale: Any) -> tuple[Any, Any]:
@@ -313,9 +315,9 @@ def calls(monkeypatch) -> list[str]:
     return seen
 
 
-def hidden(params: Params, on: Backend, slots: int = 4) -> np.ndarray:
+def hidden(params: Params, on: Backend, slots: int = 4, cfg: Any = ALIGNED) -> np.ndarray:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, ALIGNED.vocab_size, (4, 5))[:slots])
-    return np.asarray(jax.jit(lambda p: trunk.forward(p, ALIGNED, tokens, on))(params), np.float64)
+    return np.asarray(jax.jit(lambda p: trunk.forward(p, cfg, tokens, on))(params), np.float64)
 
 
 @functools.cache
@@ -351,6 +353,14 @@ def test_kernels_of_few_rows_read_them_where_they_lie(calls):
     got = hidden(aligned(), kernels(), slots=1)
     assert (calls.count("choose and lay out"), calls.count("arrange"), calls.count("grouped")) == (1, 0, 2)
     assert 0 < distance(got, plainly()[:1]) < MOVED
+
+
+@pytest.mark.rest
+def test_kernels_keep_the_limit_of_the_activation(calls):
+    cfg = replace(ALIGNED, swiglu_limit=0.01)
+    got, want = hidden(aligned(), kernels(), cfg=cfg), hidden(aligned(), xla(), cfg=cfg)
+    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    assert 0 < distance(got, want) < MOVED < distance(got, plainly())
 
 
 @pytest.mark.rest

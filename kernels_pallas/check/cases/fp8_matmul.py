@@ -61,7 +61,7 @@ def case(name: str, shape: DenseShape) -> Case:
     return Case(
         name=f"fp8_matmul/{name}",
         inputs=partial(inputs, shape),
-        kernel=partial(mosaic_gpu.fp8_matmul, tile=shape.tile),
+        kernel=partial(mosaic_gpu.fp8_gated if shape.gated else mosaic_gpu.fp8_matmul, tile=shape.tile),
         reference=reference.fp8_matmul,
         work=work(shape),
         plan=plan(_sizes(shape), shape.rows),

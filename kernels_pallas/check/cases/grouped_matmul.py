@@ -12,6 +12,7 @@ from kernels_pallas.check.baselines import grouped_matmul as baselines
 from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Work
 from kernels_pallas.grouped_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
+from kernels_pallas.grouped_matmul.ending import ProductEnding
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import ProductSizes, Tile
 from kernels_pallas.mosaic import Interpreter
@@ -30,6 +31,7 @@ class ExpertsShape:
         tile: how the work is cut.
         spare: number of empty tiles at the end.
         gap: number of unused slots before each group.
+        limit: largest gate, see ``ProductEnding``.
         shared: whether all groups multiply the same rows, the first of x, as ``group_all`` lays them out.
     """
 
@@ -42,6 +44,7 @@ class ExpertsShape:
     spare: int = 0
     gap: int = 0
     shared: bool = False
+    limit: float | None = None
 
     @property
     def tiles(self) -> tuple[tuple[int, int, int], ...]:
@@ -80,6 +83,10 @@ def shapes() -> dict[str, ExpertsShape]:
         "small-gated-shared": ExpertsShape(
             (8, 0, 8), 256, 512, True, replace(few, splits=2), spare=1, shared=True
         ),
+        "small-gated-limit": ExpertsShape((3, 0, 70), 256, 256, True, few, spare=1, gap=8, limit=0.5),
+        "small-gated-parts-limit": ExpertsShape(
+            (3,), 128, 256, True, replace(few, splits=2), spare=1, limit=0.5
+        ),
         "small-down-shared": ExpertsShape((8, 8), 128, 256, False, few, shared=True),
         "small-bf16-down": ExpertsShape((100, 28), 128, 256, False, many, fp8=False),
     }
@@ -93,6 +100,8 @@ def shapes() -> dict[str, ExpertsShape]:
         gated = choose_gated_tile(1, 8, columns, 7168)
         shapes[f"gated-{name}"] = ExpertsShape(one, columns, 7168, True, gated, spare=24)
         shapes[f"down-{name}"] = ExpertsShape(one, 7168, columns, False, choose_tile(1, 7168), spare=24)
+    for name in ("gated-32x64", "gated-32x256"):  # DeepSeek-V4's limit
+        shapes[f"{name}-limit"] = replace(shapes[name], limit=10.0)
     for name in ("gated-32x64", "down-32x64", "gated-32x256"):
         shapes[f"bf16-{name}"] = replace(shapes[name], fp8=False)
     return shapes
@@ -104,7 +113,7 @@ def case(name: str, shape: ExpertsShape) -> Case:
         name=f"grouped_matmul/{name}",
         inputs=partial(inputs, shape),
         kernel=partial(run, shape),
-        reference=partial(reference.grouped_matmul, rows=shape.tile.rows, slots=_slots(shape)),
+        reference=partial(reference.grouped_matmul, rows=shape.tile.rows, ending=_ending(shape)),
         work=work(shape),
         plan=plan(_sizes(shape), sum(height for *_, height in shape.tiles)),
         baselines={"xla": partial(baselines.xla, rows=shape.tile.rows)},
@@ -134,7 +143,7 @@ def inputs(shape: ExpertsShape, key: jax.Array) -> CaseInputs:
 
 def run(shape: ExpertsShape, *inputs: Any, interpret: Interpreter | None = None) -> tuple[Array, ...]:
     """The kernel's result, with the reference's values in elements that it does not write."""
-    out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, slots=_slots(shape), interpret=interpret)
+    out = mosaic_gpu.grouped_matmul(*inputs, tile=shape.tile, ending=_ending(shape), interpret=interpret)
     height, row = inputs[-1].table[2], jnp.arange(shape.tile.rows)
     held = (row < height[:, None]).reshape(-1)
     index = (inputs[-1].table[1][:, None] + row).reshape(-1)
@@ -164,8 +173,8 @@ def plan(sizes: ProductSizes, rows: int) -> KernelPlan:
     )
 
 
-def _slots(shape: ExpertsShape) -> int | None:
-    return shape.slots if shape.shared else None
+def _ending(shape: ExpertsShape) -> ProductEnding:
+    return ProductEnding(shape.slots if shape.shared else None, shape.limit)
 
 
 def work(shape: ExpertsShape) -> Work:

@@ -43,11 +43,11 @@ class HopperExperts(Experts):
         choice = router.choose(logits, bias, rule, counted, own, implementation="mosaic_gpu")
         return Routing(choice.ids, choice.weights, choice.counts, choice.groups)
 
-    def operand(self, p: Moe, x: Any, limit: float | None) -> Operand:
+    def operand(self, p: Moe, x: Any) -> Operand:
         """Rows for the experts, in e4m3 if their kernels take it."""
-        if limit is None and self.on.takes(p, e4m3.dtype_of(x)):
+        if self.on.takes(p, e4m3.dtype_of(x)):
             return e4m3.operand(x)
-        return super().operand(p, x, limit)
+        return super().operand(p, x)
 
     def routed(
         self,
@@ -56,16 +56,13 @@ class HopperExperts(Experts):
         r: Routing,
         limit: float | None = None,
     ) -> Float[Array, "T D"]:
-        """Routed experts by kernels, which know no limit. The rows may be padded past the routing's.
+        """Routed experts by kernels. The rows may be padded past the routing's.
 
         Raises ConfigError if kernels must compute them and cannot.
         """
-        if limit is not None:
-            self.on.do_without("grouped_matmul", "experts with swiglu_limit")
-            return super().routed(own, x, r, limit)
         weights = own.gate_up, own.down
         if not isinstance(x, Quantised) and not self.on.runs("grouped_matmul", check_experts, x, *weights):
-            return super().routed(own, x, r)
+            return super().routed(own, x, r, limit)
         (first_layer, first_scale), (second_layer, second_scale) = map(e4m3.arrays, weights)
         return grouped_matmul.expert_mlp(
             x,
@@ -79,5 +76,6 @@ class HopperExperts(Experts):
             groups=r.groups,
             first=own.first,
             shards=own.shards,
+            limit=limit,
             implementation="mosaic_gpu",
         )

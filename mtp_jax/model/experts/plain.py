@@ -96,7 +96,7 @@ class Experts:
                     y = moe.dense(p.gate_up, p.down, rows, r, on.product, limit)
                 else:
                     own = OwnExperts(p.gate_up, p.down)
-                    y = self.routed(own, self.operand(p, x, limit).flat(), r, limit)
+                    y = self.routed(own, self.operand(p, x).flat(), r, limit)
         y, r = y.reshape(whole.shape), _shaped(r, whole)
         y = constrain(y, on.mesh, "slots", None, None)
         if p.shared is None:
@@ -151,7 +151,7 @@ class Experts:
         chosen = Routing(r.ids - own.first, r.weights)
         return moe.by_visit(own.gate_up, own.down, x, chosen, self.on.product, limit)
 
-    def operand(self, p: Moe, x: Rows, limit: float | None) -> Operand:
+    def operand(self, p: Moe, x: Rows) -> Operand:
         """Rows in the form that the experts take."""
         return Operand(self.on.plain(x))
 
@@ -169,7 +169,7 @@ class Experts:
             y, r = by(moe, cfg, x, scored)
             return y, r.ids, r.weights, r.over
 
-        given = self.operand(p, x, cfg.swiglu_limit)
+        given = self.operand(p, x)
         experts, slots, everywhere = PartitionSpec(("data", "model")), partition("slots"), PartitionSpec()
         own = Moe(None, p.bias, p.gate_up, p.down, None, p.copies)
         of_own = Moe(None, everywhere, experts, experts, None, everywhere)

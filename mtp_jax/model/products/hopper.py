@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas import KERNELS
@@ -19,8 +18,8 @@ from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.rms_norm import api as norms
 from mtp_jax.errors import ConfigError
-from mtp_jax.model.layers import gated, rms_norm
-from mtp_jax.model.narrow import Fp8, Matrix, index
+from mtp_jax.model.layers import rms_norm
+from mtp_jax.model.narrow import Fp8, Matrix
 from mtp_jax.model.params import Mlp, Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
@@ -198,18 +197,14 @@ class HopperProducts(Products):
         return sharded(local, mesh, (given.split(axes[-1]), specs), out)(given, w)
 
     def mlp(self, x: Any, p: Mlp, limit: float | None = None) -> Float[Array, "B W D"]:
-        """A dense MLP by two kernels; these know no limit, with which it is three products."""
+        """A dense MLP by two kernels."""
         if not self.takes(p, e4m3.dtype_of(x)):
             return super().mlp(e4m3.plain(x), p, limit)
-        if limit is not None:
-            gate, up = (self.linear(x, index(p.gate_up, jnp.int32(k)), split="out") for k in range(2))
-            return self.linear(gated(gate, up, limit), p.down, split="in")
         given, (slots, *wide), mesh = e4m3.operand(x), x.shape, self.mesh
 
         def local(x, gate_up, down):
-            y = fp8_matmul.fp8_mlp(
-                x.flat(), gate_up.values, down.values, gate_up.scale, down.scale, implementation="mosaic_gpu"
-            )
+            weights = gate_up.values, down.values, gate_up.scale, down.scale
+            y = fp8_matmul.fp8_mlp(x.flat(), *weights, limit=limit, implementation="mosaic_gpu")
             y = y[:rows].reshape(-1, *wide)
             return y if mesh is None else jax.lax.psum(y, "model")
 
