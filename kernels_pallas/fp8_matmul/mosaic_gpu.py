@@ -54,7 +54,9 @@ def fp8_gated(
 ) -> tuple[Array, ...]:
     """``silu(gate) * up`` of two products as of ``fp8_matmul``: e4m3 [M, N], and its scales [N/128, M].
 
-    limit: largest gate, see ``ProductEnding``. Raises ValueError for dtypes or sizes that do not fit the tile.
+    limit: largest gate, see ``ProductEnding``.
+
+    Raises ValueError for dtypes or sizes that do not fit the tile.
     """
     given, ending = (x, w[None], x_scale, w_scale[None]), ProductEnding(limit=limit)
     tiles = _tiles(x.shape[0], tile)

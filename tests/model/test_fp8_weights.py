@@ -265,7 +265,7 @@ def calls(monkeypatch) -> list[str]:
         return run
 
     fp8 = replaced("fp8", lambda *args: fp8_reference.fp8_matmul(*args[:-1]))
-    gated = replaced("fp8", lambda *args, limit: fp8_reference.fp8_matmul(*args[:4], limit))
+    gated = replaced("fp8", lambda *args, limit: fp8_reference.fp8_matmul(*args[:4], limit=limit))
     grouped = replaced(
         "grouped",
         lambda *args, ending: grouped_reference.grouped_matmul(*args[:-1], rows=args[-1].rows, ending=ending),
