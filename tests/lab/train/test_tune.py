@@ -295,7 +295,7 @@ def test_a_model_without_drafts_answers_first(tmp_path: Path, monkeypatch: pytes
         (["--draft-vocab", "9"], "error: --draft-vocab 9 without --fresh eagle3; expected both, or neither"),
         (["--fresh", "eagle3", "--draft-vocab", "104"], "error: --draft-vocab 104; expected fewer than the"),
         (["--hosts", "2"], "error: unrecognized arguments: --hosts 2"),
-        (["--held-out", "6"], "has 6 texts, and held_out = 6 of them are not learned"),
+        (["--held-out", "6"], "has 6 texts, and --held-out 6 of them are not learned"),
         (["--draft-model", str(model_dir("eagle3", "draft"))], "the head is made for vocab_size = 80, the"),
         (
             ["--fresh", "eagle3", "--draft-model", "x"],
