@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -118,6 +119,13 @@ class Gpu:
         self.memory_stats = lambda: stats
 
 
+def _mesh(monkeypatch: pytest.MonkeyPatch, *stats: dict[str, int] | None) -> Any:
+    """A mesh of all GPUs of this process, one for each of the stats."""
+    gpus = [Gpu(each) for each in stats]
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+    return SimpleNamespace(local_devices=gpus)
+
+
 @pytest.mark.parametrize(
     ("fraction", "share", "total"),
     [(0.5, None, 80 * GIB), (0.9, "0.9", 80 * GIB), (0.6, "0.6", 120 * GIB)],
@@ -127,7 +135,7 @@ def test_the_memory_of_a_gpu_is_more_than_jax_may_take(monkeypatch, fraction, sh
     limit = round(total * float(share or 0.75))
     fuller, emptier = ({"bytes_limit": limit, "bytes_in_use": used} for used in (7, 3))
     monkeypatch.setattr(cache_size, "platform", lambda: "gpu")
-    mesh: Any = SimpleNamespace(local_devices=[Gpu(emptier), Gpu(fuller)])
+    mesh = _mesh(monkeypatch, emptier, fuller)
     monkeypatch.delenv(POOL, raising=False)
     if share:
         monkeypatch.setenv(POOL, share)
@@ -144,10 +152,10 @@ def test_the_memory_of_a_gpu_is_more_than_jax_may_take(monkeypatch, fraction, sh
 def test_a_gpu_of_which_jax_may_take_less_is_refused(monkeypatch):
     monkeypatch.setattr(cache_size, "platform", lambda: "gpu")
     monkeypatch.delenv(POOL, raising=False)
-    mesh: Any = SimpleNamespace(local_devices=[Gpu({"bytes_limit": 60 * GIB, "bytes_in_use": 0})])
+    mesh = _mesh(monkeypatch, {"bytes_limit": 60 * GIB, "bytes_in_use": 0})
     with pytest.raises(ConfigError, match=f"JAX takes 0.75 of a GPU's memory; set {POOL}=0.9"):
         cache_size._memory(mesh, 0.9, True)
-    mesh = SimpleNamespace(local_devices=[Gpu(None)])
+    mesh = _mesh(monkeypatch, None)
     with pytest.raises(ConfigError, match="does not say how much memory it has; give num_pages"):
         cache_size._memory(mesh, 0.5, True)
     assert cache_size._memory(mesh, 0.5, False) is None
