@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -16,6 +17,16 @@ TPUS = {"v5e": "v5litepod", "v6e": "v6e"}
 _PER_HOST = 8
 # Chips of one host as they are wired.
 _GRIDS = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
+
+
+def memory_of(mesh: Mesh) -> int | None:
+    """Bytes of memory of a mesh's card; None for a device that is not in ``CARDS``."""
+    kind = mesh.devices.flat[0].device_kind
+    for path in CARDS.values():
+        described = dict(re.findall(r'(\w+): "?([^"\n]*)', path.read_text(encoding="utf-8")))
+        if described["device_description_str"] == kind:
+            return int(described["device_memory_size"])
+    return None
 
 
 def prepare() -> None:

@@ -77,14 +77,13 @@ def absent_server(
     wrong = [n for n in ("draft_model", "drafter") if getattr(options, n) is not None]
     if wrong:
         raise ConfigError(
-            f"{wrong[0]} needs files or memory that only the device's computer has; leave it out, or compile "
-            "there"
+            f"{wrong[0]} needs files that only the device's computer has; leave it out, or compile there"
         )
     alone = mesh.devices.flat[0] if mesh.size == 1 else None
     options = replace(options, mesh=None if alone is not None else mesh)
     # The backend and its kernels ask this context for the device that they are made for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        model = load_model(options, report or Silent(), abstract=True)
+        model = load_model(options, report or Silent(), abstract=True, card=absent.memory_of(mesh))
         runner = make_runner(model.decoding, model.params, model.engine, allocate=False)
         words = model.tokenizer
         grammars = words and Grammars.of(words, model.config.vocab_size, model.config.eos_token_ids)

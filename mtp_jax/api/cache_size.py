@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from mtp_jax.api.local import make_runner, shape_of
 from mtp_jax.api.memory import resident_bytes, return_free_memory
@@ -63,16 +64,21 @@ def sized(
     options: EngineOptions,
     structured: bool,
     least: Least = int,
+    card: int | None = None,
 ) -> tuple[EngineConfig, CacheSize]:
     """The config with the pages of a data shard, and the slots and the length for which there is room.
 
     params: on their devices. options: as they were asked for; they stay. structured: whether programs for
-    structured output will be compiled. Raises ConfigError where not a single page fits, or the device does
-    not tell its memory.
+    structured output will be compiled. card: bytes of memory of an absent device, where nothing is measured;
+    None: the devices are here, or nobody knows. Raises ConfigError where not a single page fits, or the
+    device does not tell its memory.
     """
     found, mesh = None, decoding.model.on.mesh
     if config.memory_fraction is not None:
-        found = _memory(mesh, config.memory_fraction, options.memory_fraction is not None)
+        if card is not None:
+            found = Room(card, config.memory_fraction, _bytes_on_device(params), OVERHEAD)
+        else:
+            found = _memory(mesh, config.memory_fraction, options.memory_fraction is not None)
         config = replace(config, memory_fraction=None)
     if found is None:
         most = None if platform() != "cpu" else partial(_half, decoding, params, config)
@@ -123,7 +129,8 @@ def _filled(
     runner = make_runner(decoding, params, probe, allocate=False)
     page = runner.page_bytes
     rest = state_bytes(runner) - config.columns * page  # bytes of the slots, and of the spare page
-    room = replace(found, taken=found.taken + rest, programs=_programs(runner, probe, structured))
+    programs = found.programs or _programs(runner, probe, structured)
+    room = replace(found, taken=found.taken + rest, programs=programs)
     pages = least(min(room.holds(page), MOST_PAGES))
     if not pages:
         raise ConfigError(
@@ -177,8 +184,12 @@ def allocatable(mesh: Mesh | None = None) -> tuple[int, int] | None:
 
 def state_bytes(runner: LocalRunner) -> int:
     """Bytes on each device that a runner takes beside the parameters: its state, and rows for drafts."""
-    rows = jax.tree.map(without_bits, runner.params.draft_rows, is_leaf=is_narrow)
-    leaves = jax.tree.leaves((runner.state, rows))
+    return _bytes_on_device((runner.state, runner.params.draft_rows))
+
+
+def _bytes_on_device(tree: PyTree) -> int:
+    """Bytes that arrays, or their shapes, take on each device."""
+    leaves = jax.tree.leaves(jax.tree.map(without_bits, tree, is_leaf=is_narrow))
     own = (a.sharding.shard_shape(a.shape) if a.sharding else a.shape for a in leaves)
     return sum(math.prod(shape) * a.dtype.itemsize for shape, a in zip(own, leaves, strict=True))
 

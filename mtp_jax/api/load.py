@@ -104,10 +104,13 @@ def _with_eos(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
     return config
 
 
-def load_model(options: LLMOptions, report: Reporter, *, abstract: bool = False) -> LoadedModel:
+def load_model(
+    options: LLMOptions, report: Reporter, *, abstract: bool = False, card: int | None = None
+) -> LoadedModel:
     """Load the model of the options. Raises ConfigError, CheckpointError.
 
-    abstract: the weights are shapes alone, as config.json announces them.
+    abstract: the devices are absent: weights are shapes alone, as config.json announces them, and a folder
+    without a tokenizer has the stand-in's programs. card: bytes of memory of such a device; None: unknown.
     """
     folder = use_compile_cache(options.compile_cache)
     options = with_adopted(replace(options, mesh=with_auto_axes(options.mesh)))
@@ -128,7 +131,7 @@ def load_model(options: LLMOptions, report: Reporter, *, abstract: bool = False)
         _LOG.warning("%s weights: random numbers of the types that %s says", MARK, directory / "config.json")
     num_nextn_layers = _nextn_layers(options, engine)
     tokenizer = Tokenizer.from_dir(directory, options.chat_template)
-    if options.random_weights and tokenizer is None:
+    if (options.random_weights or abstract) and tokenizer is None:
         tokenizer = stand_in(directory, described.vocab_size, options.chat_template)
     sampling = sampling_defaults(directory, options.sampling_defaults)
     engine = _with_draft_vocab(engine, options, folders, described.vocab_size, outside)
@@ -151,7 +154,7 @@ def load_model(options: LLMOptions, report: Reporter, *, abstract: bool = False)
     decoding = decoding_of(drafting, engine, on)
     least = options.group.least if options.group else int
     with report.phase("size cache") if engine.memory_fraction is not None else nullcontext():
-        engine, size = sized(decoding, params, engine, options, tokenizer is not None, least)
+        engine, size = sized(decoding, params, engine, options, tokenizer is not None, least, card)
     _LOG.info("sizes: %s", size.why)
     kept = folder if _keeps_programs(options) else None
     built = None if options.programs is None else Path(options.programs)

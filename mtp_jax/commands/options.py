@@ -301,7 +301,8 @@ def llm_options(args: argparse.Namespace, report: Reporter, completions: int) ->
     found = checked_options(args, completions)
     if found.get("compile_cache", "") is None:
         forget_compile_cache()
-    if found.get("num_pages") is None:  # a processor does not read it
+    # A processor does not read it. Pages of a folder of programs were counted for that share.
+    if found.get("num_pages") is None or "programs" in found:
         os.environ.setdefault(_JAX_SHARE, f"{found.get('memory_fraction') or MEMORY_FRACTION:g}")
     with report.phase("import jax"):
         import mtp_jax.api.llm  # noqa: F401

@@ -5,8 +5,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from kernels_pallas.absent import memory_of
 from mtp_jax import LLM, ConfigError, SamplingParams, machine
 from mtp_jax.api import cache_size
 from mtp_jax.api.cache_size import POOL, sized
@@ -14,13 +17,15 @@ from mtp_jax.api.local import backend_of, decoding_of, local_runner
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands.cli import make_parser
 from mtp_jax.commands.options import llm_options, reporter
+from mtp_jax.decode.manifest import Manifest
 from mtp_jax.engine.defaults import LONG, slots
+from mtp_jax.engine.pages import MOST_PAGES
 from mtp_jax.machine import memory_size
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.model.room import Room
 from mtp_jax.model.sharding import make_mesh
 from tests.golden import model_dir
-from tests.models import TINY, engine_config, runner_of, tiny_params
+from tests.models import TINY, engine_config, on_mesh, runner_of, tiny_params
 
 GIB = 2**30
 CONFIG = replace(engine_config(), num_pages=None, memory_fraction=0.5)
@@ -80,6 +85,23 @@ def test_a_gpus_slots_and_length_follow_its_memory(device, monkeypatch):
     assert (kept.max_num_seqs, kept.max_model_len) == (given.max_num_seqs, 10**6)
 
 
+@pytest.mark.parametrize("mesh", [None, (1, 2)])
+def test_pages_of_an_absent_card_follow_its_description(mesh, monkeypatch):
+    """Nothing is measured there: programs get an allowance, and weights take a device's part."""
+    for name in ("_memory", "_programs", "allocatable"):
+        monkeypatch.setattr(cache_size, name, None)
+    card: Any = SimpleNamespace(devices=np.array(SimpleNamespace(device_kind="NVIDIA H200")))
+    devices, params, total = mesh and make_mesh(*mesh), tiny_params(), memory_of(card)
+    params = params if devices is None else on_mesh(params, devices)
+    decoding = decoding_of(TINY, CONFIG, backend_of(CONFIG, devices))
+    config, size = sized(decoding, params, CONFIG, CONFIG, True, card=total)
+    assert size.room is not None
+    assert (size.room.total, size.room.programs) == (151397597184, cache_size.OVERHEAD)
+    assert config.num_pages == min(size.room.holds(cache_size._page_bytes(decoding, CONFIG)), MOST_PAGES)
+    assert cache_size._bytes_on_device(params) <= nbytes(params)
+    assert (cache_size._bytes_on_device(params) < 0.75 * nbytes(params)) == (mesh is not None)
+
+
 def test_a_processors_pages_are_in_half_of_its_memory(monkeypatch):
     given = replace(CONFIG, memory_fraction=None, max_num_seqs=2, max_model_len=10**6)
     decoding, params, options = decoding_of(TINY, given, backend_of(given)), tiny_params(), LLMOptions()
@@ -97,6 +119,13 @@ class Gpu:
         self.memory_stats = lambda: stats
 
 
+def _mesh(monkeypatch: pytest.MonkeyPatch, *stats: dict[str, int] | None) -> Any:
+    """A mesh of all GPUs of this process, one for each of the stats."""
+    gpus = [Gpu(each) for each in stats]
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+    return SimpleNamespace(local_devices=gpus)
+
+
 @pytest.mark.parametrize(
     ("fraction", "share", "total"),
     [(0.5, None, 80 * GIB), (0.9, "0.9", 80 * GIB), (0.6, "0.6", 120 * GIB)],
@@ -106,7 +135,7 @@ def test_the_memory_of_a_gpu_is_more_than_jax_may_take(monkeypatch, fraction, sh
     limit = round(total * float(share or 0.75))
     fuller, emptier = ({"bytes_limit": limit, "bytes_in_use": used} for used in (7, 3))
     monkeypatch.setattr(cache_size, "platform", lambda: "gpu")
-    mesh: Any = SimpleNamespace(local_devices=[Gpu(emptier), Gpu(fuller)])
+    mesh = _mesh(monkeypatch, emptier, fuller)
     monkeypatch.delenv(POOL, raising=False)
     if share:
         monkeypatch.setenv(POOL, share)
@@ -123,22 +152,26 @@ def test_the_memory_of_a_gpu_is_more_than_jax_may_take(monkeypatch, fraction, sh
 def test_a_gpu_of_which_jax_may_take_less_is_refused(monkeypatch):
     monkeypatch.setattr(cache_size, "platform", lambda: "gpu")
     monkeypatch.delenv(POOL, raising=False)
-    mesh: Any = SimpleNamespace(local_devices=[Gpu({"bytes_limit": 60 * GIB, "bytes_in_use": 0})])
+    mesh = _mesh(monkeypatch, {"bytes_limit": 60 * GIB, "bytes_in_use": 0})
     with pytest.raises(ConfigError, match=f"JAX takes 0.75 of a GPU's memory; set {POOL}=0.9"):
         cache_size._memory(mesh, 0.9, True)
-    mesh = SimpleNamespace(local_devices=[Gpu(None)])
+    mesh = _mesh(monkeypatch, None)
     with pytest.raises(ConfigError, match="does not say how much memory it has; give num_pages"):
         cache_size._memory(mesh, 0.5, True)
     assert cache_size._memory(mesh, 0.5, False) is None
 
 
-def test_the_command_line_lets_jax_take_that_share(monkeypatch):
+def test_the_command_line_lets_jax_take_that_share(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop(POOL, None)
     args = make_parser().parse_args(["generate", "-q", "-p", "x", "--memory-fraction", "0.8"])
     assert llm_options(args, reporter(args), 1)["memory_fraction"] == 0.8
     assert os.environ[POOL] == "0.8"
-    for given, share in (([], "0.94"), (["--num-pages", "9"], None)):
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    Manifest({}, {"num_pages": 9}, {}).write(folder)  # as many as that share held
+    asked = ([], "0.94"), (["--num-pages", "9"], None), (["--programs", str(folder)], "0.94")
+    for given, share in asked:
         os.environ.pop(POOL, None)
         args = make_parser().parse_args(["generate", "-q", "-p", "x", *given])
         llm_options(args, reporter(args), 1)
