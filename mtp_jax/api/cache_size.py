@@ -70,8 +70,8 @@ def sized(
 
     params: on their devices. options: as they were asked for; they stay. structured: whether programs for
     structured output will be compiled. card: bytes of memory of an absent device, where nothing is measured;
-    None: the devices are here, or nobody knows. Raises ConfigError where not a single page fits, or the
-    device does not tell its memory.
+    None: the devices are here, or its memory is unknown. Raises ConfigError where not a single page fits, or
+    the device does not tell its memory.
     """
     found, mesh = None, decoding.model.on.mesh
     if config.memory_fraction is not None:
@@ -169,7 +169,7 @@ def _memory(mesh: Mesh | None, fraction: float, asked: bool) -> Room | None:
 def allocatable(mesh: Mesh | None = None) -> tuple[int, int] | None:
     """Bytes that JAX may allocate on a device, and of these in use, for the device that has least left.
 
-    None: a device does not say how much memory it has, as one that is not here.
+    None: a device does not say how much memory it has; an absent device does not.
     """
     if platform() == "cpu":
         return memory_size(), resident_bytes()

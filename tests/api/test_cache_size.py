@@ -169,7 +169,7 @@ def test_the_command_line_lets_jax_take_that_share(monkeypatch, tmp_path):
     assert os.environ[POOL] == "0.8"
     folder = tmp_path / "programs"
     folder.mkdir()
-    Manifest({}, {"num_pages": 9}, {}).write(folder)  # as many as that share held
+    Manifest({}, {"num_pages": 9}, {}).write(folder)  # for which that share of the memory had room
     asked = ([], "0.94"), (["--num-pages", "9"], None), (["--programs", str(folder)], "0.94")
     for given, share in asked:
         os.environ.pop(POOL, None)

@@ -111,7 +111,7 @@ def test_a_request_lets_the_compiler_pause(warming, programs, idle):
     until(lambda: programs.begun == ["a", "b", "c", "d"])
     idle.clear()
     programs.go.release(9)
-    until(lambda: warming.state == "program 5 of 5")  # the one that had begun is done
+    until(lambda: warming.state == "program 5 of 5")  # a program that had begun is finished
     time.sleep(0.2)
     assert programs.done == ["a", "b", "c", "d"]
     idle.set()

@@ -396,7 +396,7 @@ def test_a_closed_stream_is_an_empty_one(name, monkeypatch):
 
 
 def test_sampling_that_was_given_is_not_said_to_be_the_models(capsys):
-    """As by `make demo`: the embedded model's own temperature is 0.3."""
+    """The embedded model's own temperature is 0.3; `make demo` gives another."""
     llm = LLM(simulate=(0.5,), max_model_len=64)
     options.ready(Terminal(), llm, Namespace())
     options.ready(Terminal(), llm, Namespace(temperature=0.5))

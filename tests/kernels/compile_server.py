@@ -51,7 +51,7 @@ class Counts:
         moved: number of donated arrays that results are made from, but in other memory.
         strewn: number of donated arrays whose first axis, the pages, is not the outermost one in memory.
         collectives: number of collectives, by their text.
-        read: bytes read and written, as XLA counts them, over the bytes that must be read; 0: nobody says.
+        read: bytes read and written, as XLA counts them, over the bytes that must be read; 0: unknown.
     """
 
     temp_mib: float

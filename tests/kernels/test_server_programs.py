@@ -49,7 +49,7 @@ def test_a_count_above_its_budget_is_a_fault():
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install -e '.[tpu]'")
 @pytest.mark.parametrize("case", CASES)
 def test_every_program_keeps_within_its_budget(case):
-    """In a process of its own, without the suite's options of compilers."""
+    """Compiled in another process, which lacks the options of XLA that this suite sets."""
     run = [sys.executable, "-m", "tests.kernels.compile_server", case]
     found = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
