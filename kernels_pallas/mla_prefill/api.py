@@ -1,5 +1,8 @@
 """The functions that a model calls."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,33 +19,44 @@ BLOCK = 8192
 _ROWS = max(KEYS)
 
 
+class Blocks(NamedTuple):
+    """The slots' rows in order, block by block: no other rows are ever in memory.
+
+    Attributes:
+        read: the rows of block i, [B, size, C + R], latent first; zero where no query sees them.
+        size: number of rows of a block.
+        count: number of blocks up to the last row that some query sees; the int 1 where one block is all.
+    """
+
+    read: Callable[[jax.Array | int], jax.Array]
+    size: int
+    count: jax.Array | int
+
+
 def mla_prefill(
     q: jax.Array,
-    rows: jax.Array,
+    blocks: Blocks,
     k_up: jax.Array,
     v_up: jax.Array,
     visible: Window,
     *,
     scale: float,
     implementation: Implementation,
-    block: int = BLOCK,
     interpret: Interpreter | None = None,
 ) -> jax.Array:
     """Naive multi-head latent attention over cached rows (arXiv 2405.04434, eqs. 9-19).
 
-    Keys and values are expanded for ``block`` rows at a time; the blocks' outputs are merged by their sums of
-    exponentials. Blocks that no query sees are not computed.
+    Keys and values are expanded for one block at a time; the blocks' outputs are merged by their sums of
+    exponentials. Blocks that no query sees are neither read nor computed.
 
     Args:
         q: queries, [B, T, N, h + R].
-        rows: the slots' rows in order, this chunk's among them, [B, L, C + R]; latent first. Rows that no
-            query sees may hold any value, NaN too.
+        blocks: the slots' rows, this chunk's among them.
         k_up: [N, h, C].
         v_up: [N, v, C].
         visible: rows that each query sees: a chain.
         scale: factor of the scores before the softmax.
         implementation: see `attend`.
-        block: number of rows expanded at a time, a multiple of 128.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
@@ -51,25 +65,21 @@ def mla_prefill(
     Raises:
         ValueError: inputs that the implementation cannot take.
     """
-    length, rank = rows.shape[1], k_up.shape[-1]
-    rows = jnp.where(visible.seen(length)[..., None], rows, 0)
-    size = min(block, length + -length % _ROWS)
-    rows = jnp.pad(rows, ((0, 0), (0, -length % size), (0, 0)))
+    rank = k_up.shape[-1]
 
     def part(i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        latent, k_rope = jnp.split(lax.dynamic_slice_in_dim(rows, i * size, size, axis=1), [rank], axis=-1)
+        latent, k_rope = jnp.split(blocks.read(i), [rank], axis=-1)
         k = jnp.einsum("blc,nhc->blnh", latent, k_up)
         v = jnp.einsum("blc,nvc->blnv", latent, v_up)
-        here = visible.shifted(i * size)
+        here = visible.shifted(i * blocks.size)
         return attend(q, k, k_rope, v, here, scale=scale, implementation=implementation, interpret=interpret)
 
     def add(i: jax.Array, merged: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return merge(merged, part(i))
 
     out, lse = part(0)
-    if rows.shape[1] > size:
-        used = lax.div(jnp.minimum(visible.end().max(), length) + (size - 1), size)
-        out, _ = lax.fori_loop(1, used, add, (out.astype(jnp.float32), lse))
+    if not isinstance(blocks.count, int):
+        out, _ = lax.fori_loop(1, blocks.count, add, (out.astype(jnp.float32), lse))
     return out.astype(q.dtype)
 
 

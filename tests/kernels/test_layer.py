@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import pytest
 
+from kernels_pallas.mla_prefill.api import BLOCK
 from mtp_jax.checkpoint.random_weights import abstract_params
 from mtp_jax.lab.bench.shapes import v3
 from mtp_jax.model.backend import backend, mosaic_gpu
@@ -28,14 +29,21 @@ GLM_FLASH: dict[str, Any] = {
 FORMS = ["absorbed", pytest.param("naive", marks=pytest.mark.rest)]
 
 
-def calls(kind: str, built: Callable[[], tuple[Any, tuple[Any, ...]]]) -> int:
-    """Kernels that a function calls which is built and lowered for a GPU of this kind."""
+Built = Callable[[], tuple[Any, tuple[Any, ...]]]
+
+
+def lowered(kind: str, built: Built) -> str:
+    """A function that is built and lowered for a GPU of this kind."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
         function, inputs = built()
         inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-        text = function.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
-    return len(re.findall(r"@mosaic_gpu_v2\b", text))
+        return function.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(kind: str, built: Built) -> int:
+    """Kernels that a function calls which is built and lowered for a GPU of this kind."""
+    return len(re.findall(r"@mosaic_gpu_v2\b", lowered(kind, built)))
 
 
 def kernels_in(
@@ -72,6 +80,16 @@ def test_rows_that_tokens_chose_are_attended_to_by_a_kernel():
     # q_a, q_b, the index queries and keys, kv_a and o; scores, choice, attention to two parts of the rows and
     # their merge; all behind it as without an indexer.
     assert kernels_in("NVIDIA H200", load=LOADS["sparse_"]) == 6 + 4 + 2 + 2 + 2 + 2
+
+
+@pytest.mark.rest
+def test_a_chunk_of_a_prompt_reads_a_block_of_rows_at_a_time():
+    """Nothing is as long as a page table of several blocks, however short the prompts are."""
+    load = Load(2, 3 * BLOCK)
+    text = lowered("NVIDIA H200", lambda: layers_of(make_mesh(1, 1), 1, backend("auto"), "naive", load))
+    width = v3(2).row.width
+    assert f"tensor<2x{BLOCK}x{width}xbf16>" in text
+    assert f"2x{load.rows}x" not in text
 
 
 def test_none_where_there_are_none_or_none_are_wanted():

@@ -18,9 +18,10 @@ from kernels_pallas.check.cases.mla_prefill import (
     counted,
     expanded,
     latent,
+    over_rows,
     shapes,
 )
-from kernels_pallas.mla_prefill.api import attend, merge, mla_prefill
+from kernels_pallas.mla_prefill.api import attend, merge
 from kernels_pallas.mla_prefill.sizes import ROPE, HeadWidths, key_widths, value_widths
 from kernels_pallas.visible import chain
 from tests.kernels.interpreter import distance, needs_interpreter, notices, rounded, without
@@ -72,8 +73,8 @@ def test_blocks_of_history_merge_to_the_whole():
 
     @jax.jit
     def run(*inputs):
-        by_xla = partial(mla_prefill, scale=shape.scale, implementation="xla")
-        return [counted(partial(by_xla, block=n), *inputs)[0] for n in (512, 128)]
+        by_xla = partial(over_rows, scale=shape.scale, implementation="xla")
+        return [counted(partial(by_xla, n), *inputs)[0] for n in (512, 128)]
 
     whole, blocks = run(*jax.jit(partial(latent, shape))(jax.random.key(2)))
     assert distance(blocks, whole) < rounded(3)  # both outputs, and that of a block

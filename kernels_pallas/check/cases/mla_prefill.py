@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from kernels_pallas.check.baselines import mla_prefill as baselines
 from kernels_pallas.check.case import Case, CaseInputs, KernelPlan, Operation, Work
 from kernels_pallas.mla_prefill import reference
-from kernels_pallas.mla_prefill.api import attend, mla_prefill
+from kernels_pallas.mla_prefill.api import Blocks, attend, mla_prefill
 from kernels_pallas.mla_prefill.sizes import QUERIES, ROPE, HeadWidths
 from kernels_pallas.visible import Window, chain
 
@@ -88,8 +88,8 @@ def case(name: str, shape: PrefillShape) -> Case:
         kernel = partial(attend, scale=shape.scale, implementation="mosaic_gpu")
         oracle, ways = partial(reference.attend, scale=shape.scale), (baselines.xla, baselines.cudnn)
     else:
-        kernel = partial(mla_prefill, scale=shape.scale, implementation="mosaic_gpu", block=shape.block)
-        oracle, ways = partial(mla_prefill, scale=shape.scale, implementation="xla", block=shape.rows), ()
+        kernel = partial(over_rows, shape.block, scale=shape.scale, implementation="mosaic_gpu")
+        oracle, ways = partial(over_rows, shape.rows, scale=shape.scale, implementation="xla"), ()
     return Case(
         name=f"mla_prefill/{name}",
         inputs=partial(expanded if shape.block is None else latent, shape),
@@ -99,6 +99,27 @@ def case(name: str, shape: PrefillShape) -> Case:
         plan=plan(shape),
         baselines={way.__name__: partial(way, scale=shape.scale) for way in ways},
     )
+
+
+def over_rows(
+    size: int,
+    q: jax.Array,
+    rows: jax.Array,
+    k_up: jax.Array,
+    v_up: jax.Array,
+    visible: Window,
+    **options: Any,
+) -> jax.Array:
+    """``mla_prefill`` over rows at hand, [B, L, C + R], ``size`` at a time."""
+    length = rows.shape[1]
+    rows = jnp.where(visible.seen(length)[..., None], rows, 0)
+    rows = jnp.pad(rows, ((0, 0), (0, -length % size), (0, 0)))
+    count = 1 if length <= size else -(-jnp.minimum(visible.end().max(), length) // size)
+
+    def read(i: jax.Array | int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1)
+
+    return mla_prefill(q, Blocks(read, size, count), k_up, v_up, visible, **options)
 
 
 def counted(function: Operation, *inputs: Any, **options: Any) -> PyTree:

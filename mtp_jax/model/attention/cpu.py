@@ -3,19 +3,17 @@
 Without barriers, XLA first transposes the cached rows or swaps the operands (docs/cpu.md).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mtp_jax.model.attention.cpu_heads import inward, outward
 from mtp_jax.model.attention.latent import Latent
-from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
+from mtp_jax.model.attention.source import Blocks, Chosen, Paged, Source, Whole
 from mtp_jax.model.attention_config import Reach
-from mtp_jax.model.cache import read_rows
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import beside
 from mtp_jax.model.mla import Form, Queries, Ups
@@ -28,9 +26,6 @@ LEAST = jnp.finfo(jnp.float32).min
 # Cached rows that absorbed attention of windows takes at a time: smaller blocks cost more in calls than in
 # products. A chunk's blocks are as long as the chunk, as often no more rows are cached.
 _BLOCK = 256
-
-Read = Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]]
-"""The rows and the mask of a block."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class CpuLatent(Latent):
         """
         if isinstance(source, Chosen):
             return super().attend(q, w, source, scale)
-        (read, blocks), form = blocks_of(source, q.nope.dtype), source.form
+        (read, _, blocks), form = blocks_of(source, q.nope.dtype), source.form
         rank, (slots, width, heads, _) = w.k.shape[-1], q.nope.shape
         by_head, wide = (slots, heads, width), []
         if form == "absorbed":
@@ -156,30 +151,10 @@ def _apart(x: Float[Array, "N T a"], slots: int) -> Float[Array, "B W N a"]:
     return x.reshape(len(x), slots, -1, x.shape[2]).transpose(1, 2, 0, 3)
 
 
-def blocks_of(source: Whole | Paged, dtype: Any) -> tuple[Read, Int[Array, ""] | int]:
-    """The blocks of a source, and the number of blocks up to the last row that some token sees."""
+def blocks_of(source: Whole | Paged, dtype: Any) -> Blocks:
+    """The blocks of a source that a CPU takes at a time."""
     if isinstance(source, Whole):
-        return lambda _: source.read(dtype), 1
-    view, page, width, length = source.view, source.cache.page_size, source.width, source.length
-    columns = view.page_table.shape[1]
+        return Blocks(lambda _: source.read(dtype), source.length, 1)
     # Naive attention expands a block for each group of tokens as long as the block.
-    rows = _BLOCK if view.form == "absorbed" and width <= MAX_AHEAD + 1 else width
-    each = min(max(rows // page, 1), columns)
-    table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
-    chosen = source.only
-    only = None if chosen is None else jnp.pad(chosen, ((0, 0), (0, 0), (0, -columns % each * page)))
-
-    def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
-        pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * each * page
-        # A window deeper than its slot's depth goes past the table, never into the padding of the last block.
-        inside = start + jnp.arange(each * page) < length
-        seen, mask = view.visible.seen(each * page, start), view.visible.mask(width, each * page, start)
-        if only is not None:
-            mask &= jax.lax.dynamic_slice_in_dim(only, start, each * page, axis=2)
-        row = source.row
-        return read_rows(source.cache, pages, seen & inside, dtype, row.e4m3, row.block), mask & inside
-
-    if columns == each:
-        return read, 1
-    last = jnp.minimum(jnp.max(view.visible.end()), length)
-    return read, -(-last // (each * page))
+    few = source.form == "absorbed" and source.width <= MAX_AHEAD + 1
+    return source.blocks(_BLOCK if few else source.width, dtype)

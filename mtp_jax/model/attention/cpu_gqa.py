@@ -37,7 +37,7 @@ class CpuGqa(Gqa):
         """
         if not isinstance(source, Paged):
             return super().attend(q, w, source, scale)
-        read, blocks = blocks_of(source, q.whole.dtype)
+        read, _, blocks = blocks_of(source, q.whole.dtype)
         if isinstance(blocks, int):
             return super().attend(q, w, source, scale)
         asked = self.by_group(q.whole, w)

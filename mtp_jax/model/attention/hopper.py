@@ -90,9 +90,10 @@ class HopperLatent(Latent):
         elif isinstance(source, Paged) and source.form == "naive":
             whole, heads_last = jnp.concatenate([q.nope, q.rope], axis=-1), w.v.swapaxes(1, 2)
             if self.on.runs("mla_prefill", mla_prefill.check, whole, q.nope, q.rope, heads_last):
-                (rows, _), seen = source.read(q.nope.dtype), source.view.visible
+                read, size, count = source.blocks(mla_prefill.BLOCK, q.nope.dtype)
+                rows = mla_prefill.Blocks(lambda i: read(i)[0], size, count)
                 return mla_prefill.mla_prefill(
-                    whole, rows, w.k, w.v, seen, scale=scale, implementation="mosaic_gpu"
+                    whole, rows, w.k, w.v, source.view.visible, scale=scale, implementation="mosaic_gpu"
                 )
         elif isinstance(source, Paged):
             view = source.view

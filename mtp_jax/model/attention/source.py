@@ -1,7 +1,8 @@
 """Sources of the rows that attention is over, on one device. Kinds of attention read them."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,20 @@ from mtp_jax.model.config import RowFormat
 from mtp_jax.model.indexer import IndexQueries
 from mtp_jax.model.mla import Form
 from mtp_jax.model.spec import Tree
+
+
+class Blocks(NamedTuple):
+    """The rows of a source in order, block by block.
+
+    Attributes:
+        read: rows and mask of block i, as ``read`` of the source gives them.
+        size: number of rows of a block.
+        count: number of blocks up to the last row that some token sees; the int 1 where one block is all.
+    """
+
+    read: Callable[[Int[Array, ""] | int], tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]]
+    size: int
+    count: Int[Array, ""] | int
 
 
 @struct.dataclass
@@ -88,6 +103,31 @@ class Paged:
         rows = read_rows(self.cache, self.view.page_table, seen, dtype, self.row.e4m3, self.row.block)
         mask = self.view.visible.mask(self.width, self.length)
         return rows, mask if self.only is None else mask & self.only
+
+    def blocks(self, rows: int, dtype: Any) -> Blocks:
+        """The parts of ``read``: blocks of whole pages, of ``rows`` rows at most, but of a page at least."""
+        view, page, width, length = self.view, self.cache.page_size, self.width, self.length
+        columns = view.page_table.shape[1]
+        each = min(max(rows // page, 1), columns)
+        size = each * page
+        table = jnp.pad(view.page_table, ((0, 0), (0, -columns % each)))
+        chosen = self.only
+        only = None if chosen is None else jnp.pad(chosen, ((0, 0), (0, 0), (0, -columns % each * page)))
+
+        def read(i: Int[Array, ""] | int) -> tuple[Float[Array, "B l c"], Bool[Array, "B W l"]]:
+            pages, start = jax.lax.dynamic_slice_in_dim(table, i * each, each, axis=1), i * size
+            # A window deeper than its slot's depth goes past the table, never into the last block's padding.
+            inside = start + jnp.arange(size) < length
+            seen, mask = view.visible.seen(size, start), view.visible.mask(width, size, start)
+            if only is not None:
+                mask &= jax.lax.dynamic_slice_in_dim(only, start, size, axis=2)
+            found = read_rows(self.cache, pages, seen & inside, dtype, self.row.e4m3, self.row.block)
+            return found, mask & inside
+
+        if columns == each:
+            return Blocks(read, size, 1)
+        last = jnp.minimum(jnp.max(view.visible.end()), length)
+        return Blocks(read, size, -(-last // size))
 
     def scores(self, q: IndexQueries) -> Float[Array, "B W L"]:
         """The indexer's scores, float32; -inf where a token does not see a row."""
