@@ -10,7 +10,7 @@ from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_options, chosen, flag_of
-from mtp_jax.commands.parser import Parser
+from mtp_jax.commands.parser import Parser, positive
 from mtp_jax.engine.defaults import Target
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.planning.deployment import Deployment
@@ -30,6 +30,7 @@ _DECLARED = {**{name: declared(LLMOptions)[name] for name in _ENGINE}, **declare
 _FLAGS = {name: flag_of(name, about) for name, about in _DECLARED.items()} | {
     "software": "--software",
     "seed": "--seed",
+    "concurrency": "--concurrency",
 }
 _OF_TABLE = ("requests", "depths", "context")
 
@@ -54,6 +55,13 @@ def add_load(parser: Parser) -> None:
     )
     help = "of accepted drafts, and of prompts (default: 0)"
     group.add_argument("--seed", type=int, default=argparse.SUPPRESS, metavar="N", help=help)
+    group.add_argument(
+        "--concurrency",
+        type=positive,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="requests at a time: the next arrives as one ends (default: each arrives at its time)",
+    )
     add_options(group, LLMOptions, _ENGINE)
     add_options(group, QueueLimits)
 
@@ -81,6 +89,7 @@ def run(args: argparse.Namespace, base: Deployment, name: str) -> int:
         own.setdefault("num_speculative_tokens", 0)
     seed: int = getattr(args, "seed", 0)
     software: Software = getattr(args, "software", "middle")
+    users: int | None = getattr(args, "concurrency", None)
     options = LLMOptions(**own, micro_batches=base.micro_batches, seed=seed)
     target = Target(False, base.cfg.attention.kernel_reach, base.data * base.micro_batches)
     config = options.engine(base.cfg, target)
@@ -94,13 +103,13 @@ def run(args: argparse.Namespace, base: Deployment, name: str) -> int:
     fits = {run: fitted(config, base, options) for run, config in configs.items()}
     for run, config in fits.items():
         times = LaunchTimes(base, software)
-        service = Service(base.cfg, config, times, args.accept_rates, base.data, limits, seed)
+        service = Service(base.cfg, config, times, args.accept_rates, base.data, limits, seed, users)
         outcomes[run] = replay(service, arrivals)
     config = next(iter(fits.values()))
     title = (
         f"{name} on {base.gpus} x {base.gpu.name.upper()}, mesh {base.data}x{base.model}, {base.exchange}: "
         f"predicted with {software} software, not measured",
-        f"{args.load.name}: {described(arrivals)}",
+        f"{args.load.name}: {described(arrivals, users)}",
         f"{config.max_num_seqs} slots of {config.max_model_len:,} tokens at most, chunks of "
         f"{config.prefill_chunk:,}; seed {seed}",
     )

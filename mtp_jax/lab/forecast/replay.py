@@ -33,6 +33,8 @@ class Service:
         limits: bounds of the queue, as a server has them.
         rates: chance that each draft is accepted, once all before it were; the last holds for all further.
         seed: seed of the drafts that are accepted, and of prompts.
+        concurrency: number of requests at a time, of which each arrives as another ends; None: all arrive at
+            the times of the load.
     """
 
     cfg: ModelConfig
@@ -42,6 +44,7 @@ class Service:
     shards: int = 1
     limits: QueueLimits = field(default_factory=QueueLimits)
     seed: int = 0
+    concurrency: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class _Run:
         self._queue: deque[tuple[Request, Reservation]] = deque()
         self._served: list[RequestTimes] = []
         self._speculation = Speculation()
-        self._refused = self._cut = 0
+        self._open = self._refused = self._cut = 0
 
     def outcome(self) -> Outcome:
         """Serve until the load is done."""
@@ -155,12 +158,13 @@ class _Run:
         self._began = clock.now
         coming = deque(enumerate(self._load))
         while coming or engine.busy:
-            if not engine.busy:
+            if not engine.busy and self._service.concurrency is None:
                 clock.until(self._began + coming[0][1].at)
-            while coming and self._began + coming[0][1].at <= clock.now:
-                self._submit(*coming.popleft())
+            while coming and (at := self._due(coming[0][1])) is not None:
+                self._submit(*coming.popleft(), at)
             for request in dict.fromkeys(engine.step()):
                 if request.finished:
+                    self._open -= 1
                     self._speculation += request.progress.speculation
                     self._served.append(self._times(request))
             while self._queue and self._queue[0][0].begun:
@@ -175,7 +179,15 @@ class _Run:
             engine.stats(),
         )
 
-    def _submit(self, index: int, arrival: Arrival) -> None:
+    def _due(self, arrival: Arrival) -> float | None:
+        """The time at which a request arrived, on the engine's clock; None: it has not."""
+        now, most = self._device.time.now, self._service.concurrency
+        if most is not None:
+            return now if self._open < most else None
+        at = self._began + arrival.at
+        return at if at <= now else None
+
+    def _submit(self, index: int, arrival: Arrival, at: float) -> None:
         try:
             reservation = self._admission.reserve(1, arrival.prompt)
         except Overloaded:
@@ -185,9 +197,9 @@ class _Run:
         self._cut += arrival.output > room
         params = SamplingParams(temperature=0, max_tokens=min(arrival.output, room), ignore_eos=True)
         tokens = arrival.tokens(self._service.cfg.vocab_size, self._service.seed)
-        at = self._began + arrival.at
         request = self._engine.make_request(tokens, params, seed=index, arrived=at)
         self._engine.submit(request)
+        self._open += 1
         self._queue.append((request, reservation))
 
     def _times(self, request: Request) -> RequestTimes:

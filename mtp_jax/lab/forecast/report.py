@@ -95,11 +95,12 @@ def of(outcome: Outcome, time: str) -> list[float | None]:
     return np.percentile(values, SHARES).tolist() if values else [None] * len(SHARES)
 
 
-def described(load: Sequence[Arrival]) -> str:
-    """A load in words."""
+def described(load: Sequence[Arrival], concurrency: int | None = None) -> str:
+    """A load in words; concurrency as of ``Service``."""
+    when = f"in {load[-1].at:,.1f} s" if concurrency is None else f"{concurrency:,} at a time"
     prompts, outputs = ([getattr(a, name) for a in load] for name in ("prompt", "output"))
     return (
-        f"{len(load):,} requests in {load[-1].at:,.1f} s; prompts of {np.mean(prompts):,.0f} tokens on "
+        f"{len(load):,} requests {when}; prompts of {np.mean(prompts):,.0f} tokens on "
         f"average and {max(prompts):,} at most, outputs of {np.mean(outputs):,.0f} and {max(outputs):,}"
     )
 

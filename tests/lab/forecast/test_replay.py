@@ -48,9 +48,13 @@ class Fixed:
 def serve(
     load: list[Arrival], times: Any = None, rates: tuple[float, ...] = (0.8,), seed: int = 0, **config: Any
 ) -> Outcome:
+    return replay(service(times, rates, seed, **config), load)
+
+
+def service(times: Any = None, rates: tuple[float, ...] = (0.8,), seed: int = 0, **config: Any) -> Service:
     sizes = engine_config(**{"num_speculative_tokens": 0, "max_num_seqs": 1, **config})
     limits = QueueLimits(max_queued_requests=2)
-    return replay(Service(TINY, sizes, times or Fixed(), rates, limits=limits, seed=seed), load)
+    return Service(TINY, sizes, times or Fixed(), rates, limits=limits, seed=seed)
 
 
 def test_one_request_takes_its_chunks_and_its_steps():
@@ -76,6 +80,16 @@ def test_the_second_request_waits_for_the_slot_of_the_first():
     assert second.waited == pytest.approx(whole - 0.5)
     assert second.first == pytest.approx(whole - 0.5 + CHUNK)
     assert second.whole == pytest.approx(2 * whole - 0.5)
+
+
+def test_a_request_arrives_as_another_ends():
+    """Two at a time, one slot: from the third on each waits for the rest of the request before it."""
+    load = [Arrival(i, 100 * i, 16, 5) for i in range(4)]
+    outcome = replay(replace(service(), concurrency=2), load)
+    whole = CHUNK + 4 * STEP
+    assert [s.at for s in outcome.served] == pytest.approx([0, 0, whole, 2 * whole])
+    assert [s.waited for s in outcome.served] == pytest.approx([0, whole, whole, whole])
+    assert (outcome.seconds, outcome.idle) == (pytest.approx(4 * whole), pytest.approx(0))
 
 
 def test_time_passes_without_requests():
