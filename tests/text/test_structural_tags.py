@@ -124,6 +124,9 @@ def nested(levels: int) -> dict[str, Any]:
     return {"format": found}
 
 
+DEEP = '{"format": ' + '{"type": "or", "elements": [' * 2000 + '{"type": "any_text"}' + "]}" * 2000 + "}"
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -148,8 +151,9 @@ def nested(levels: int) -> dict[str, Any]:
             "must be the last of a sequence",
         ),
         ({"structural_tag": {"format": {"type": "const_string", "value": "a" * 2**16}}}, "at most 65536"),
-        ({"structural_tag": '{"format": ' * 5000}, "structural_tag is not JSON: maximum recursion depth"),
         ({"structural_tag": nested(300)}, "nested too deep"),
+        # Python's JSON reads fewer levels than this before 3.13, and these since.
+        ({"structural_tag": DEEP}, "structural_tag is not JSON: maximum recursion depth|nested too deep"),
         ({"ebnf": "root := 'a'"}, "the grammar is not valid EBNF: Expected ::= at line 1"),
         ({"ebnf": 'x ::= "a"'}, "No 'root' rule found; expected rules such as"),
         ({"ebnf": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, "nested too deep"),
