@@ -23,4 +23,5 @@ KERNELS: tuple[str, ...] = (
     "fp8_matmul",
     "index_scores",
     "top_k",
+    "hyper",
 )

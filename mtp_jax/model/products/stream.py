@@ -9,6 +9,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from mtp_jax.model.hyper import Entered
 from mtp_jax.model.sharding import ways
 
 
@@ -54,6 +55,18 @@ class PendingResidual(NamedTuple):
 
     x: ProductResult
     added: tuple[ProductResult, ...]
+
+
+class PendingStreams(NamedTuple):
+    """Several residual streams before the result of a sublayer is added: the next product adds for nothing.
+
+    Attributes:
+        entered: the streams while the sublayer ran.
+        results: of the sublayer, to be summed.
+    """
+
+    entered: Entered
+    results: tuple[ProductResult, ...]
 
 
 def stream(x: Any) -> PendingResidual:
