@@ -60,7 +60,10 @@ def _known_id(backend: tokenizers.Tokenizer, content: str, given: int | None) ->
 
 
 def _with(backend: tokenizers.Tokenizer, entries: list[JsonObject]) -> tokenizers.Tokenizer:
-    """The tokenizer with further tokens. Tokens that are in the vocabulary, too, keep their ids."""
+    """The tokenizer with further tokens. Tokens that are in the vocabulary, too, keep their ids.
+
+    Raises CheckpointError for an id that is too large, and for a model without BPE's table.
+    """
     size = backend.get_vocab_size()
     if wrong := next((e for e in entries if not 0 <= e["id"] < size + MOST), None):
         raise CheckpointError(
@@ -68,6 +71,11 @@ def _with(backend: tokenizers.Tokenizer, entries: list[JsonObject]) -> tokenizer
             f"as the vocabulary has {size} tokens"
         )
     value = json.loads(backend.to_str())
+    if not isinstance(value["model"]["vocab"], dict):
+        raise CheckpointError(
+            f"tokenizer.json has a model of the type {value['model']['type']}; only byte-level BPE is "
+            "supported: convert the tokenizer"
+        )
     value["model"]["vocab"] |= {entry["content"]: entry["id"] for entry in entries}
     found = tokenizers.Tokenizer.from_str(json.dumps(value))
     found.add_tokens(

@@ -201,7 +201,10 @@ def _check_length(what: str, length: int) -> None:
 def _text(text: object) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{text!r} is a {type(text).__name__}; expected a string")
-    text.encode()  # a lone surrogate raises ValueError
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{text!a:.80} holds half of a character, a lone surrogate; remove it") from None
     return text
 
 

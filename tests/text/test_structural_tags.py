@@ -4,11 +4,14 @@ Tags with a finite language are among the languages of test_grammar.
 """
 
 import json
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from mtp_jax.errors import RequestError
+from mtp_jax.text.dialects import is_lark, token_ids
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
@@ -161,6 +164,7 @@ DEEP = '{"format": ' + '{"type": "or", "elements": [' * 2000 + '{"type": "any_te
         ({"ebnf": "root ::= root"}, "cannot be compiled"),
         ({"ebnf": "a" * 2**16 + "b"}, "at most 65536"),
         ({"ebnf": 3}, "3 is a int; expected a string"),
+        ({"ebnf": "\ud800"}, "half of a character"),
         ({"lark": "start: <[7]>"}, r"the grammar names <\[7\]>, no special token"),
         ({"lark": "start: <[104-105]>"}, r"names tokens by <\[104-105\]>; expected one id"),
         ({"lark": "start: <[99999999999]>"}, "expected one id"),
@@ -179,6 +183,20 @@ def test_a_grammar_may_name_special_tokens_and_spell_what_looks_like_one(
 ):
     wanted = StructuredOutput(lark='start: <[104]> "<[7]>" /<[0-9]>/ // <[7]>')
     assert takes(grammars, tokenizer, wanted, "<call><[7]><3>")
+
+
+@pytest.mark.parametrize("text", ["\n" * 2**16, "/" + r"\/" * 2**15, '"' + r"\"" * 2**15, "<[" * 2**15])
+def test_a_look_at_a_grammar_takes_time_as_its_length_does(text: str):
+    began = time.thread_time()
+    assert not is_lark(text)
+    with suppress(RequestError):
+        assert not token_ids(text)
+    assert time.thread_time() - began < 1  # some milliseconds; its square would be ten seconds or more
+
+
+def test_lark_has_a_start_or_a_line_of_its_own_library():
+    assert all(map(is_lark, ("start: a", 'a: "b"\n \n\t start :a', "\n%llguidance {}\nstart: a")))
+    assert not any(map(is_lark, ('root ::= "start:"', 'restart: "a"', 'root ::= "a" # start: b')))
 
 
 def test_a_thought_comes_before_them(grammars: Grammars, tokenizer: Tokenizer):

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import models
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import CheckpointError
@@ -96,6 +98,13 @@ def test_files_that_disagree_are_refused(tmp_path, given, says):
     with pytest.raises(CheckpointError) as refused:
         Tokenizer.from_dir(folder_with(tmp_path, **given))
     assert says in str(refused.value)
+
+
+def test_another_kind_of_tokenizer_is_refused_with_tokens_beside_it(tmp_path):
+    folder = folder_with(tmp_path, extra_special_tokens=[NEW])
+    tokenizers.Tokenizer(models.Unigram([("a", 0.0)])).save(str(folder / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="a model of the type Unigram; only byte-level BPE"):
+        Tokenizer.from_dir(folder)
 
 
 def test_further_templates_are_found_by_name(tmp_path):
