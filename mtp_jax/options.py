@@ -13,7 +13,7 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from mtp_jax.foreign import python_advice
+from mtp_jax.foreign import python_advice, value_meant
 
 _P = ParamSpec("_P")
 _S = TypeVar("_S")
@@ -158,7 +158,9 @@ def check(options: object, error: type[Exception]) -> None:
     for name, about in declared(type(options)).items():
         value = getattr(options, name)
         if not about.allows(value):
-            raise error(f"{name} = {value!r}; expected {about.expected}")
+            close = value_meant(value, about.choices) if isinstance(value, str) and about.choices else None
+            hint = f"; do you mean {close!r}?" if close else ""
+            raise error(f"{name} = {value!r}; expected {about.expected}{hint}")
     check_company(error, options)
 
 

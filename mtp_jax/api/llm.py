@@ -157,7 +157,8 @@ class LLM:
         """Answer one or many conversations, rendered by the model's chat template.
 
         Args:
-            messages: a list of objects with ``role`` and ``content``, or a list of such lists.
+            messages: a list of objects with ``role`` and ``content``, which is a string or a list of text
+                parts, or a list of such lists.
             sampling_params: one for all conversations, or one each.
             tools: functions that the model may call, in OpenAI's form; the outputs hold calls as the model
                 writes them. ``SamplingParams(skip_special_tokens=False)`` shows their tags where these are
@@ -165,11 +166,15 @@ class LLM:
             chat_template_kwargs: variables for the template, for example ``{"thinking": True}``.
 
         Raises:
-            RequestError: the model has no tokenizer or no template, or as ``generate``.
+            RequestError: the model has no tokenizer or no template, messages have another form, or as
+                ``generate``.
         """
         if self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use generate with token ids")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs = {chat_template_kwargs!r:.80}; expected a dictionary")
+        many = isinstance(messages, list | tuple) and not isinstance(next(iter(messages), ()), Mapping)
+        conversations = messages if many else [messages]
         render, more = self.tokenizer.apply_chat_template, chat_template_kwargs or {}
         texts = (render(cast(ChatMessages, c), tools, **more) for c in conversations)
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]

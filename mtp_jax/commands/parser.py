@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.commands.configured import FLAG, configure, on_one_line
-from mtp_jax.foreign import advice, nearest
+from mtp_jax.foreign import advice, value_meant
 from mtp_jax.json_object import JsonObject
 
 DEMO = "demo"
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
         found = _CHOICE.search(message)
-        if found and (close := nearest(found[1], found[2].replace("'", "").split(", "))):
+        if found and (close := value_meant(found[1], found[2].replace("'", "").split(", "))):
             message = f"{message[: found.start()]}there is no {found[1]!r}; do you mean {close}?"
         self.exit(2, f"error: {on_one_line(message)}; see `{self.prog} --help`\n")
 

@@ -51,6 +51,19 @@ def test_a_notebook_shows_which_engine_it_is(llm, directory):
     assert "drafter=None, depth=0, slots=2" in repr(plain)
 
 
+WRONG_CHATS: list[tuple[Any, str]] = [
+    ("a", "messages = 'a'; expected a list of objects with role and content"),
+    (5, "messages = 5; expected a list"),
+    (["a"], "messages = 'a'; expected a list"),
+    ([{"role": "user", "content": "a"}, "b"], r"messages\[1\] = 'b'; messages are a list of objects"),
+    ([{"content": "a"}], r"messages\[0\]: role = None; expected a string"),
+    ([{"role": "user"}], r"messages\[0\]: content: a message needs text"),
+    ([{"role": "user", "content": 5}], r"content = 5; expected a string, or a list of text parts"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] = .*; only text is read"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "tool_calls holds .* JSON text"),
+]
+
+
 def test_chat_renders_the_template_and_generates(llm, monkeypatch):
     template = (
         "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ messages[-1].content }}{{ mood }}"
@@ -66,6 +79,14 @@ def test_chat_renders_the_template_and_generates(llm, monkeypatch):
     assert [tokens(o) for o in llm.chat([[turn], [turn]], GREEDY)] == [
         tokens(o) for o in llm.generate([llm.tokenizer.encode("ab", add_special_tokens=False)] * 2, GREEDY)
     ]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (joined,), (whole,) = llm.chat([{"role": "user", "content": parts}], GREEDY), llm.chat([turn], GREEDY)
+    assert joined.prompt_token_ids == whole.prompt_token_ids
+    for wrong, message in WRONG_CHATS:
+        with pytest.raises(RequestError, match=message):
+            llm.chat(wrong)
+    with pytest.raises(RequestError, match="chat_template_kwargs = 5; expected a dictionary"):
+        llm.chat([turn], chat_template_kwargs=5)
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(RequestError, match="token ids"):
         llm.chat([turn])
