@@ -12,6 +12,7 @@ from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise, whole_tiles
+from kernels_pallas.rms_norm import api as norms
 from kernels_pallas.splits import PROCESSORS
 
 # Bytes of a tile's ring, in rows of 128 bytes: the cost of filling it, beside the rows that the tile loads.
@@ -47,7 +48,7 @@ def fp8_matmul(
     check(x, w, 64)
     count = x.shape[0]
     tile = choose_tile(count, w.shape[0], w.shape[1])
-    rows = _quantised(x, tile)
+    rows = _quantised(x, tile, implementation)
     product = _product(implementation, tile, interpret, summed)
     (y,) = product(rows.values, w[None], rows.scale, w_scale[None])
     if summed:
@@ -73,7 +74,7 @@ def fp8_mlp(
     check(x, down, BLOCK)
     count = x.shape[0]
     gated = choose_gated_tile(count, 1, *gate_up.shape[1:])
-    rows = _quantised(x, gated)
+    rows = _quantised(x, gated, implementation)
     given = rows.values, gate_up, rows.scale, gate_up_scale
     if implementation == "mosaic_gpu":
         hidden, scale = mosaic_gpu.fp8_gated(*given, tile=gated, limit=limit)
@@ -107,10 +108,13 @@ def choose_tile(rows: int, columns: int, terms: int) -> Tile:
     return min((tile for tile in tiles if columns % tile.columns == 0), key=cost)
 
 
-def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
-    """Rows in e4m3, of whole tiles."""
+def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile, implementation: Implementation) -> Quantised:
+    """Rows in e4m3, of whole tiles: by a kernel, if it takes their width; XLA's own way is three launches."""
     if isinstance(x, Quantised):
         return x.padded(tile.rows)
+    if implementation == "mosaic_gpu" and x.shape[1] % norms.WIDTHS == 0:
+        blocks = x.reshape(x.shape[0], -1, BLOCK)
+        return norms.quantise(blocks, blocks_first=False, implementation=implementation).padded(tile.rows)
     return quantise(jnp.pad(x, ((0, -x.shape[0] % tile.rows), (0, 0))))
 
 
