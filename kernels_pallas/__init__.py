@@ -25,3 +25,6 @@ KERNELS: tuple[str, ...] = (
     "top_k",
     "hyper",
 )
+
+# Forms of a kernel whose speed no time of its other forms tells; so the names of their cases begin.
+FORMS: tuple[str, ...] = ("grouped_matmul/fp4",)

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from kernels_pallas.grouped_matmul.ending import PLAIN, ProductEnding
+from kernels_pallas.grouped_matmul.fp4 import Fp4Product
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
-from kernels_pallas.grouped_matmul.tile import COMPUTE, ProductSizes, Tile
+from kernels_pallas.grouped_matmul.tile import COMPUTE, FP4_SCALES, FP4_SCALES_TERMS, ProductSizes, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row, store
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
@@ -36,9 +37,9 @@ _Sums = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 def grouped_matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "E b N K"],
+    w: Float[Array, "E b N K"] | UInt8[Array, "E b N _c"],
     x_scale: Float[Array, "k R"] | None,
-    w_scale: Float[Array, "E b n k"] | None,
+    w_scale: Float[Array, "E b n k"] | UInt8[Array, "E b N _g"] | None,
     tiles: Tiles,
     *,
     tile: Tile,
@@ -52,9 +53,11 @@ def grouped_matmul(
 
     Args:
         x: e4m3 or bfloat16; ``tile.rows`` rows from each tile's first on are read, and must be there.
-        w: weights of x's dtype, output features before input features; b is 1, or 2 for gate and up.
+        w: weights of x's dtype, output features before input features; b is 1, or 2 for gate and up. Or, with
+            x in bfloat16, FP4 (``fp4.py``): uint8, two values each.
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
+            With FP4 uint8, the exponents of 1x32 groups.
         tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
         ending: the way to the results. With ``slots`` all tiles multiply the same rows, the first of x, whose
             scales x_scale begins with; else each tile has rows of its own, and M rows are returned.
@@ -68,8 +71,9 @@ def grouped_matmul(
         ValueError: dtypes and sizes that the tile does not fit.
     """
     gated, columns, count = w.shape[1] == 2, w.shape[2], tiles.table.shape[1]
-    sizes = ProductSizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, ending)
-    operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w)
+    is_fp4 = w.dtype == jnp.uint8
+    sizes = ProductSizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, ending, is_fp4)
+    operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w, w_scale) if is_fp4 else (x, w)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     clusters: dict[str, Any] = {}
     if sizes.cluster > 1 or sizes.tile.pair > 1:
@@ -83,7 +87,8 @@ def grouped_matmul(
         out = refs[count + 2 :]
         half = lax.axis_index("half") if sizes.tile.pair > 1 else 0
         given = refs[:count], refs[count], refs[count + 1], half
-        walk = _Walk(sizes, *given, out[: len(results)], out[len(results) :], scratch)
+        written = out[: len(results)], out[len(results) :]
+        walk = _Walk(sizes, *given, *written, scratch, interpret is not None)
         wg, walker = lax.axis_index("wg"), lax.axis_index("walker")
         if sizes.cluster > 1:
             walker = walker * sizes.cluster + lax.axis_index("part")
@@ -124,6 +129,7 @@ class _Walk:
         row_tiles: the number of tiles of rows; read where it is needed, as registers are scarce.
         half: number of the thread block among the two that have a tile together.
         parts: the parts of a gated product's sums, where the thread blocks of a cluster have one each.
+        interpreted: whether Pallas interprets the kernel.
     """
 
     sizes: ProductSizes
@@ -134,6 +140,7 @@ class _Walk:
     out: tuple[Ref, ...]
     parts: tuple[Ref, ...]
     scratch: dict[str, Ref]
+    interpreted: bool
 
     def place(self, i: jax.Array) -> TilePlace:
         """The place of the i-th tile of all walks: band by band, column by column."""
@@ -156,7 +163,6 @@ class _Walk:
     def load(self, walker: jax.Array, mine: jax.Array) -> None:
         """Fill the ring with the operands of every step of every tile."""
         sizes, tile, s = self.sizes, self.sizes.tile, self.scratch
-        x, w = self.operands[:2]
         both = "half" if tile.pair > 1 else None
 
         def one_tile(i: jax.Array, _: None) -> None:
@@ -164,19 +170,19 @@ class _Walk:
             group, first = self.table[0, row_tile], 0
             if sizes.ending.slots is None:
                 first = pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
-            rows = pl.ds(first + self.half * sizes.block_rows, sizes.block_rows)
             columns = pl.ds(column_tile * tile.columns, tile.columns)
 
             def step(k: jax.Array, _: None) -> None:
                 filled = i * sizes.steps + k
                 slot = lax.rem(filled, tile.stages)
-                terms = pl.ds((part * sizes.steps + k) * sizes.stage_terms, sizes.stage_terms)
+                full, at = s["full"].at[slot], part * sizes.steps + k
+                terms = pl.ds(at * sizes.stage_terms, sizes.stage_terms)
                 pl.when(filled >= tile.stages)(lambda: self.await_free(slot))
-                plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
+                self.load_rows(first, self.table[2, row_tile], terms, slot)
                 for b in range(sizes.blocks):
-                    weights = w.at[group, b, columns, terms]
-                    to, full = s["ws"].at[slot, b], s["full"].at[slot]
-                    plgpu.copy_gmem_to_smem(weights, to, full, collective_axes=both)
+                    for w, to, terms in self.weights(at):
+                        weights = w.at[group, b, columns, terms]
+                        plgpu.copy_gmem_to_smem(weights, to.at[slot, b], full, collective_axes=both)
 
             lax.fori_loop(0, sizes.steps, step, None)
 
@@ -186,6 +192,34 @@ class _Walk:
         lax.fori_loop(0, mine, one_tile, None)
         # No warpgroup may leave while another still arrives at a barrier.
         lax.fori_loop(jnp.maximum(mine * sizes.steps - tile.stages, 0), mine * sizes.steps, drain, None)
+
+    def load_rows(self, first: jax.Array | int, height: jax.Array, terms: Any, slot: jax.Array) -> None:
+        """Copy some terms of a tile's rows, from row number ``first``, to a stage.
+
+        Beside FP4 weights 64 rows are half of the bytes; results of rows that are not there are never read.
+        """
+        sizes, rows = self.sizes, self.sizes.block_rows
+        x, xs, full = self.operands[0], self.scratch["xs"].at[slot], self.scratch["full"].at[slot]
+
+        def copy(count: int) -> None:
+            given = pl.ds(first + self.half * rows, count)
+            plgpu.copy_gmem_to_smem(x.at[given, terms], xs.at[pl.ds(0, count)] if count < rows else xs, full)
+
+        if sizes.fp4:
+            few = height <= ALIGNMENT
+            pl.when(few)(lambda: copy(ALIGNMENT))
+            pl.when(jnp.logical_not(few))(lambda: copy(rows))
+        else:
+            copy(rows)
+
+    def weights(self, at: jax.Array) -> tuple[tuple[Ref, Ref, Any], ...]:
+        """Arrays of the weights, the rings for them, and the part of a row that K's stage ``at`` has."""
+        s, width = self.scratch, self.sizes.stage_terms
+        if not self.sizes.fp4:
+            return ((self.operands[1], s["ws"], pl.ds(at * width, width)),)
+        scales = pl.ds(lax.div(at * width, FP4_SCALES_TERMS) * FP4_SCALES, FP4_SCALES)
+        codes = pl.ds(at * (width // 2), width // 2)
+        return (self.operands[1], s["codes"], codes), (self.operands[2], s["exponents"], scales)
 
     def await_free(self, slot: jax.Array) -> None:
         """Wait until a stage may be filled; a copy of shared weights fills it in both thread blocks."""
@@ -199,7 +233,9 @@ class _Walk:
 
         def one_tile(i: jax.Array, _: None) -> None:
             place = self.place(walker + i * self.sizes.walkers)
-            sums = (self.scaled_sums if self.sizes.fp8 else self.plain_sums)(wg, i, place)
+            sizes = self.sizes
+            way = self.scaled_sums if sizes.fp8 else self.expanded_sums if sizes.fp4 else self.plain_sums
+            sums = way(wg, i, place)
             if self.sizes.cluster > 1:
                 self.sum_parts(wg, place, sums)
             elif not self.sizes.gated:
@@ -270,6 +306,11 @@ class _Walk:
         return pl.run_scoped(
             over_k, *[plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, sizes.width), jnp.float32)] * sizes.blocks
         )
+
+    def expanded_sums(self, wg: jax.Array, i: jax.Array, place: TilePlace) -> tuple[jax.Array, ...]:
+        """The bfloat16 product with FP4 weights, which the warpgroup expands."""
+        product = Fp4Product(self.sizes, self.scratch, self.interpreted)
+        return product.sums(wg, self.share(wg)[1], i * self.sizes.steps, place[2] * self.sizes.steps)
 
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:

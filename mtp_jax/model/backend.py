@@ -24,7 +24,7 @@ from flax.core import FrozenDict
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import KERNELS, measured
+from kernels_pallas import FORMS, KERNELS, measured
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import hyper
 from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
@@ -344,7 +344,7 @@ def mosaic_gpu(
     experts: Way = "sparse",
     exchange: Exchange | None = None,
     micro_batches: int = 1,
-    kernels: frozenset[str] = frozenset(KERNELS),
+    kernels: frozenset[str] = frozenset((*KERNELS, *FORMS)),
     strict: bool = False,
 ) -> Backend:
     """Kernels on a Hopper GPU (docs/kernels.md); see ``HopperProducts`` for ``kernels`` and ``strict``."""

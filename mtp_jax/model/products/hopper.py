@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas import KERNELS
+from kernels_pallas import FORMS, KERNELS
 from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.hyper import api as hyper
@@ -23,7 +23,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hyper import Entered
 from mtp_jax.model.layers import rms_norm
-from mtp_jax.model.narrow import Fp8, Matrix
+from mtp_jax.model.narrow import Fp4, Fp8, Matrix
 from mtp_jax.model.params import Hyper, HyperHead, Mlp, Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
@@ -46,11 +46,11 @@ class HopperProducts(Products):
     """Products by kernels, and the kernels that other parts of a pass may run.
 
     Attributes:
-        kernels: names of the kernels that may run, of `kernels_pallas.KERNELS`.
+        kernels: names of the kernels that may run, of `kernels_pallas.KERNELS` and ``FORMS``.
         strict: whether a product, experts or attention that such a kernel cannot compute is a ConfigError.
     """
 
-    kernels: frozenset[str] = frozenset(KERNELS)
+    kernels: frozenset[str] = frozenset((*KERNELS, *FORMS))
     strict: bool = False
 
     @property
@@ -342,9 +342,11 @@ def flat(x: Float[Array, "B W S D"]) -> Float[Array, "T S D"]:
 
 def check_experts(x: Any, gate_up: Any, down: Any) -> None:
     """Raise ValueError for weights that the kernel of routed experts cannot take."""
-    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
-        raise ValueError(
-            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
-        )
+    for narrow in (Fp8, Fp4):
+        if isinstance(gate_up, narrow) != isinstance(down, narrow):
+            name = narrow.__name__.upper()
+            raise ValueError(
+                f"grouped_matmul on mosaic_gpu: experts' gate, up and down are {name} together or not at all"
+            )
     for w in (gate_up, down):
         grouped_matmul.check(x, *e4m3.arrays(w))
