@@ -204,7 +204,7 @@ def _text(text: object) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"{text!a:.80} holds half of a character, a lone surrogate; remove it") from None
+        raise RequestError(f"{text!a:.80} holds half of a character; remove lone surrogates") from None
     return text
 
 

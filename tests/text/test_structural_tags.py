@@ -32,6 +32,7 @@ CALLED = {
     "triggers": ["<call"],
     "tags": [{"begin": "<call>x", "content": NUMBER, "end": "\n</call>"}],
 }
+MANY = {"type": "or", "elements": [{"type": "const_string", "value": "x"}] * 99}
 SPELT = {"<call>": 104, "</call>": 105}
 
 
@@ -130,6 +131,30 @@ def nested(levels: int) -> dict[str, Any]:
 DEEP = '{"format": ' + '{"type": "or", "elements": [' * 2000 + '{"type": "any_text"}' + "]}" * 2000 + "}"
 
 
+def within(kind: dict[str, Any], levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "const_string", "value": "x"}
+    for _ in range(levels):
+        found = {**kind, "tags": [{"begin": "<f", "content": found, "end": ">"}]}
+    return {"format": found}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"type": "tags_with_separator", "separator": ",", "at_least_one": True},
+        {"type": "triggered_tags", "triggers": ["<"], "at_least_one": True, "stop_after_first": True},
+        {"type": "triggered_tags", "triggers": ["<"], "at_least_one": True},
+    ],
+)
+def test_tags_within_tags_make_a_grammar_of_their_size(
+    grammars: Grammars, tokenizer: Tokenizer, kind: dict[str, Any]
+):
+    """A tag is written twice, and so would be each tag in it: 30 levels, 3 KB, took all memory."""
+    wanted = StructuredOutput(structural_tag=within(kind, 12))
+    assert len(wanted.behind(False, None, tokenizer.added_id)) < 4096
+    assert takes(grammars, tokenizer, wanted, "<f" * 12 + "x" + ">" * 12)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -157,6 +182,10 @@ DEEP = '{"format": ' + '{"type": "or", "elements": [' * 2000 + '{"type": "any_te
         ({"structural_tag": nested(300)}, "nested too deep"),
         # Python's JSON reads fewer levels than this before 3.13, and these since.
         ({"structural_tag": DEEP}, "structural_tag is not JSON: maximum recursion depth|nested too deep"),
+        (
+            {"structural_tag": {"format": {"type": "tag", "begin": "<", "end": "e" * 9999, "content": MANY}}},
+            "a grammar of .* characters; at most 524288 are allowed",
+        ),
         ({"ebnf": "root := 'a'"}, "the grammar is not valid EBNF: Expected ::= at line 1"),
         ({"ebnf": 'x ::= "a"'}, "No 'root' rule found; expected rules such as"),
         ({"ebnf": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, "nested too deep"),
