@@ -126,7 +126,14 @@ _INSTEAD: dict[tuple[str, ...], str] = {
     ("speculative-algorithm", "speculative-algo"): (
         "write --draft-model DIR for a head, whose config.json says its kind; leave both out for NextN layers"
     ),
-    ("enable-lora", "lora-modules", "lora-paths", "lora", "max-loras", "max-lora-rank"): (
+    ("use-tqdm",): f"{_NOTHING}: nothing is shown while tokens are generated",
+    ("prompt-token-ids",): "give the lists of ids as prompts",
+    ("best-of",): "take n, and choose among the outputs by their logprobs",
+    ("use-beam-search", "beam-width", "length-penalty"): "there are no beams; n samples several texts",
+    ("add-generation-prompt", "continue-final-message"): (
+        "tokenizer.apply_chat_template has it; encode its text without special tokens, and generate"
+    ),
+    ("enable-lora", "lora-modules", "lora-paths", "lora", "lora-request", "max-loras", "max-lora-rank"): (
         "LoRA is not supported: merge the adapter into a checkpoint"
     ),
     ("enable-prefix-caching",): f"{_NOTHING}: prefixes are kept unless --no-prefix-cache",
@@ -176,6 +183,25 @@ _VALUES = {
     **dict.fromkeys(("float", "fp32", "f32"), "float32"),
 }
 
+# Attributes that classes of other engines have.
+_ATTRIBUTES = {
+    "get_tokenizer": "take tokenizer",
+    "get_default_sampling_params": "take default_sampling_params",
+    "llm_engine": "take engine",
+    "get_metrics": "take engine.stats()",
+    "sleep": "take release_memory()",
+    "wake_up": "take resume_memory()",
+    "reset_prefix_cache": "AsyncLLM has flush_prefix_cache()",
+    "beam_search": "there are no beams; n of SamplingParams samples several texts",
+    **dict.fromkeys(("encode", "embed", "classify"), "hidden_states() gives the trunk's states"),
+    "async_generate": "AsyncLLM has generate()",
+    "shutdown": "AsyncLLM has close(); an LLM goes with its last reference",
+    "request_id": "outputs stand in the order of their prompts, or come from the call that asked",
+    "num_cached_tokens": "take cached_tokens",
+    "metrics": "take timing and speculation",
+    "cumulative_logprob": "sum the chosen tokens of logprobs",
+}
+
 # Flags of the command line as arguments in Python.
 _ARGUMENTS = (
     (r"--mesh 1xN", "mesh=make_mesh(1, N)"),
@@ -215,6 +241,11 @@ def python_advice(unknown: str, names: Collection[str]) -> str:
     for pattern, argument in _ARGUMENTS:
         text = re.sub(pattern, argument, text)
     return re.sub(r"--([a-z-]+)", lambda found: found[1].replace("-", "_"), text)
+
+
+def attribute_advice(name: str) -> str:
+    """A phrase with ours in the place of an attribute of another engine; "" if there is none."""
+    return _ATTRIBUTES.get(name, "")
 
 
 def value_meant(word: str, choices: Collection[str]) -> str | None:

@@ -21,6 +21,7 @@ from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, RequestOptions, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
 from mtp_jax.api.helpers import start_helpers
+from mtp_jax.api.hints import hinting
 from mtp_jax.api.hooks import Hooks
 from mtp_jax.api.introduction import introduction
 from mtp_jax.api.llm import LLM
@@ -36,12 +37,13 @@ from mtp_jax.checkpoint.update import WeightSource
 from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.stats import EngineStats
-from mtp_jax.errors import EngineStopped
+from mtp_jax.errors import EngineStopped, RequestError
 
 _SHORT_PROMPT = 1000
 _T = TypeVar("_T")
 
 
+@hinting(RequestError, "generate", "submit")
 class AsyncLLM:
     """A model that serves many coroutines of one event loop.
 

@@ -207,9 +207,19 @@ class PromptState:
 def check(prompt: Prompt, params: SamplingParams) -> None:
     """Raises RequestError for an argument that is neither a prompt nor sampling parameters at all."""
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, str | Sequence | np.ndarray):
-        raise RequestError(f"the prompt is {prompt!r:.80}; expected a string or a list of token ids")
+        raise RequestError(f"the prompt is {prompt!r:.80}; {_instead_of(prompt)}")
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params = {params!r:.80}; expected SamplingParams")
+
+
+def _instead_of(prompt: object) -> str:
+    given = prompt if isinstance(prompt, Mapping) else {}
+    if "role" in given:
+        return "chat takes messages"
+    for key in ("prompt_token_ids", "prompt"):
+        if key in given:
+            return f"give the value of {key!r} alone"
+    return "expected a string or a list of token ids"
 
 
 def _ids(prompt: Prompt, tokenizer: Tokenizer | None, most: int) -> list[int]:

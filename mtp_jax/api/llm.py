@@ -6,7 +6,7 @@ generate -> Session.step -> Engine.step -> compiled step -> tokens -> Completion
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Unpack, cast
+from typing import Unpack
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mtp_jax.api import probe as probing
 from mtp_jax.api.about import shown
 from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate
+from mtp_jax.api.hints import hinting
 from mtp_jax.api.identity import Identity, NewWeights, identified
 from mtp_jax.api.load import DescribedModel, LoadedModel, describe_simulated, load_model
 from mtp_jax.api.local import make_runner
@@ -38,10 +39,12 @@ from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
+from mtp_jax.text.messages import conversations
 
 ChatMessages = Sequence[JsonMapping]
 
 
+@hinting(RequestError, "generate", "chat", "stream")
 class LLM:
     """A model ready to generate. Not thread-safe.
 
@@ -173,10 +176,8 @@ class LLM:
             raise RequestError("the model directory has no tokenizer; use generate with token ids")
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs = {chat_template_kwargs!r:.80}; expected a dictionary")
-        many = isinstance(messages, list | tuple) and not isinstance(next(iter(messages), ()), Mapping)
-        conversations = messages if many else [messages]
         render, more = self.tokenizer.apply_chat_template, chat_template_kwargs or {}
-        texts = (render(cast(ChatMessages, c), tools, **more) for c in conversations)
+        texts = (render(c, tools, **more) for c in conversations(messages))
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params)
 

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from mtp_jax.api.demo import demo_model
+from mtp_jax.api.demo import path_of
 from mtp_jax.commands.configured import FLAG, configure, on_one_line
 from mtp_jax.foreign import advice, value_meant
 from mtp_jax.json_object import JsonObject
 
-DEMO = "demo"
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
@@ -85,11 +84,6 @@ def _with_model_first(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def folder(text: str) -> Path:
-    """The folder of a model; "demo" is the demo model, unless there is a folder of that name."""
-    return demo_model() if text == DEMO and not Path(text).exists() else Path(text)
-
-
 class Subparsers(Protocol):
     """A function that declares a subcommand."""
 
@@ -104,7 +98,7 @@ class Subparsers(Protocol):
 
 
 def add_model(
-    parser: argparse.ArgumentParser, help: str, kind: Callable[[str], object] = folder, default: object = None
+    parser: argparse.ArgumentParser, help: str, kind: Callable[[str], object] = path_of, default: Any = None
 ) -> None:
     """The model of a command: MODEL, or --model DIR. ``cli.py`` finds its folder."""
     add_revision(parser)

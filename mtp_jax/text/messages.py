@@ -1,11 +1,19 @@
 """The messages of a conversation as a caller gives them: their check, and their texts."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonMapping
 
 _EXPECTED = "a list of objects with role and content"
+
+
+def conversations(messages: object) -> Sequence[Any]:
+    """A list of conversations, made of one or many; ``with_texts`` takes or refuses each."""
+    if not isinstance(messages, list | tuple) or isinstance(next(iter(messages), ()), Mapping):
+        return [messages]
+    return messages
 
 
 def with_texts(messages: object) -> list[JsonMapping]:

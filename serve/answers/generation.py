@@ -86,7 +86,8 @@ async def outputs(
     record = record_of(request.scope)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(aborted_with_client(request))
-        sources = [await stack.enter_async_context(aclosing(server.metrics.follow(s))) for s in streams]
+        most = record.asked and record.asked.max_tokens
+        sources = [await stack.enter_async_context(aclosing(server.metrics.follow(s, most))) for s in streams]
         if len(sources) == 1:
             async for output in sources[0]:
                 record.saw(0, output)
