@@ -23,7 +23,19 @@ class RequestError(MtpJaxError, ValueError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that leaves no room for an answer."""
+    """A prompt that leaves no room for an answer.
+
+    Agents know the error by its words, and then shorten their conversation: by Anthropic's "prompt is too
+    long: ... tokens > ... maximum", from which Claude Code takes both numbers, and by OpenAI's and vLLM's
+    "This model's maximum context length is".
+    """
+
+    def __init__(self, tokens: int | str, most: int, change: str) -> None:
+        """tokens: number of the prompt's tokens. most: number that a prompt may have. change: advice."""
+        super().__init__(
+            f"prompt is too long: {tokens} tokens > {most} maximum. This model's maximum context length is "
+            f"{most + 1} tokens, one of them for an answer; {change}"
+        )
 
 
 class Overloaded(MtpJaxError):

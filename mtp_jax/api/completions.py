@@ -159,7 +159,7 @@ class PromptState:
         check(prompt, params)
         if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
             raise RequestError("the model directory has no tokenizer; give token ids and no stop strings")
-        ids = _ids(prompt, tokenizer, engine.config.longest)
+        ids = _ids(prompt, tokenizer, engine.config.longest - 1)
         self.params = params
         requests = engine.make_requests(ids, params, **(terms or {}))
         self.completions = [CompletionState(request, tokenizer) for request in requests]

@@ -121,7 +121,7 @@ class Tokenizer:
                 raise TypeError
             if most is not None and (least := self._least_tokens(text)) > most:
                 raise PromptTooLong(
-                    f"the prompt has {len(text)} characters, at least {least} tokens; at most {most} fit"
+                    f"at least {least}", most, f"shorten the prompt, which has {len(text)} characters"
                 )
             # The encoder of batches lets other threads run meanwhile, which the encoder of one text does not.
             (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -116,8 +116,8 @@ async def ask(
     # The thought is no part of the content, in which a client looks for its stop strings.
     stops = body.stop_in_thoughts is True
     params = replace(params, max_thinking_tokens=body.thinking_budget, stop_in_thoughts=stops)
-    longest = server.allm.about.engine.longest
-    prompt = ChatPrompt(server, body, longest if body.truncate_prompt_tokens is None else None)
+    most = server.allm.about.engine.longest - 1
+    prompt = ChatPrompt(server, body, most if body.truncate_prompt_tokens is None else None)
     lazy = LazyPrompt(prompt, body.characters)
     streams = await submit(server, request, body, [lazy], _with_tools(server, params, use), name)
     prompt.warn(request)

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream, Thoughts
+from mtp_jax import (
+    CompletionOutput,
+    LazyPrompt,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    Stream,
+    Thoughts,
+)
 from serve.answers.reasoning import may_think
 from serve.base.errors import ApiError
 from serve.base.sse import aborted_with_client, streams_of
@@ -27,6 +35,7 @@ _DEAD_END = (
 
 # OpenAI's clients retry requests with these statuses.
 _NOT_AGAIN = {"x-should-retry": "false"}
+_ABORTED = "aborted"
 
 
 def check_room(server: Server, counts: Sequence[int]) -> None:
@@ -138,8 +147,22 @@ def check(outputs: Collection[RequestOutput], prompts: int, ending: bool) -> Non
     ended = len(outputs) == prompts and all(output.finished for output in outputs)
     if not ended or any(c.num_tokens for c in completions):
         return
-    if "timeout" in reasons:
-        message = "the request's time was over before its first token"
-        raise ApiError(408, message, code="timeout", headers=_NOT_AGAIN)
-    if "abort" in reasons and ending:
-        raise ApiError(503, "the server shut down before the first token", code="unavailable")
+    for c in completions:
+        if (error := interruption(c, ending)) and error.code != _ABORTED:
+            raise error
+
+
+def interruption(c: CompletionOutput, ending: bool) -> ApiError | None:
+    """The error of a completion that its deadline, an abort or the end of the server has cut; None: none has.
+
+    ending: whether the server shuts down.
+    """
+    at = f"after {c.num_tokens} tokens" if c.num_tokens else "before its first token"
+    if c.finish_reason == "timeout":
+        message = f"the request's time was over {at}; raise its timeout, or --request-seconds of the server"
+        return ApiError(408, message, code="timeout", headers=_NOT_AGAIN)
+    if c.finish_reason != "abort":
+        return None
+    if ending:
+        return ApiError(503, f"the server shut down {at}; send this again", code="unavailable")
+    return ApiError(500, f"the request was aborted {at}", code=_ABORTED, headers=_NOT_AGAIN)

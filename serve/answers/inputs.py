@@ -89,11 +89,11 @@ class _FirstString:
             self._held, self._ended = "", True
 
 
-def arguments(text: str) -> JsonObject:
-    """Arguments as an object; an empty object for a call that was cut or has other arguments."""
+def arguments(text: str) -> JsonObject | None:
+    """Arguments as an object; None for a call that was cut or has other arguments."""
     try:
         found = json.loads(text)
         as_json(found)  # which nests less deep
     except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None

@@ -64,6 +64,8 @@ class _Responses(AssistantCall):
 
     def answer(self) -> JsonObject:
         """A response."""
+        if failure := self.failure:
+            return self._failed(failure)
         reason = {"reason": "max_output_tokens"} if self._cut else None
         return self._response("incomplete" if self._cut else "completed") | {"incomplete_details": reason}
 
@@ -114,20 +116,31 @@ class _Responses(AssistantCall):
         return super().take(output)
 
     def end(self) -> Iterable[JsonObject]:
-        """The event of the end, with the whole response."""
+        """The event of the end, with the response. A failure ends no item: agents run calls that end."""
+        if failure := self.failure:
+            yield self.error(failure)
+            return
         yield from super().end()
         answer = self.answer()
         yield self._event(f"response.{answer['status']}", {"response": answer})
 
     def error(self, error: ApiError) -> JsonObject:
-        """The event of an error, with its number."""
-        return {**self.refused(error), "sequence_number": self._number + 1}
+        """The event of a failure, with the response so far."""
+        return self._event("response.failed", {"response": self._failed(error)})
 
     @staticmethod
     def refused(error: ApiError) -> JsonObject:
         """The event of an error, in OpenAI's shape."""
         about = {"code": error.code, "message": error.message, "param": error.param}
         return {"type": "error", "sequence_number": 0, **about}
+
+    def _failed(self, error: ApiError) -> JsonObject:
+        """The response of a failure, whose code is one of the two of OpenAI's that are as general."""
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        response = self._response("failed")
+        for item in response["output"][-1:]:
+            item["status"] = "incomplete"
+        return response | {"error": {"code": code, "message": error.message}}
 
     def _event(self, kind: str, fields: JsonObject) -> JsonObject:
         self._number += 1
@@ -207,11 +220,15 @@ def _call(block: Block, tool: Identity) -> JsonObject:
             text = {_EVENTS[block.kind][1]: block.text}
             return {"type": kind, "call_id": block.id, "name": tool.name, **space, **text}
         case "tool_search":
-            told = {"execution": "client", "arguments": arguments(block.text)}
+            told = {"execution": "client", "arguments": arguments(block.text) or {}}
             return {"type": "tool_search_call", "call_id": block.id, **told}
         case _:
             checks = {"pending_safety_checks": []} if tool.kind == "computer" else {}
-            return arguments(block.text) | {"type": f"{tool.kind}_call", "call_id": block.id, **checks}
+            return (arguments(block.text) or {}) | {
+                "type": f"{tool.kind}_call",
+                "call_id": block.id,
+                **checks,
+            }
 
 
 def _part(block: Block, text: str) -> JsonObject:

@@ -248,7 +248,7 @@ def test_kernels_without_a_gpu_are_refused_before_weights_are_read(monkeypatch):
         ),
         (lambda m: m.generate([3, -1]), "token -1"),
         (lambda m: m.generate([[3, "x"]]), "holds 'x'; expected a string or a list of token ids"),
-        (lambda m: m.generate([3] * 96), "96 tokens; max_model_len = 96 leaves no room"),
+        (lambda m: m.generate([3] * 96), "96 tokens > 95 maximum"),
         (lambda m: m.generate("a\ud800"), "lone surrogates"),
         (lambda m: m.generate(["a", "b"], [GREEDY]), "2 prompts with 1 sampling_params"),
         (lambda m: m.generate("a", []), "1 prompts with 0 sampling_params"),

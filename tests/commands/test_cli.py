@@ -436,7 +436,7 @@ def test_ctrl_c_stops_one_answer(run, model, monkeypatch):
 def test_a_chat_that_is_too_long_goes_on(run, model):
     status, _, err = chat(run, model, ["a" * 96, "b"], "--max-tokens", 3)
     assert status == 0
-    assert "leaves no room for an answer; /reset starts anew" in err
+    assert "raise max_model_len = 96; /reset starts anew" in err
     assert "[3 tokens (length)" in err
 
 

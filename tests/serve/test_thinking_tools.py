@@ -263,9 +263,16 @@ def test_tokens_of_a_thought_are_counted_up_to_a_call(form):
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [("5", {}), ('"x"', {}), ("[1]", {}), ("null", {}), ('{"a":' * 100_000, {}), ('{"a": [1]}', {"a": [1]})],
+    [
+        ("5", None),
+        ('"x"', None),
+        ("[1]", None),
+        ("null", None),
+        ('{"a":' * 100_000, None),
+        ('{"a": [1]}', {"a": [1]}),
+    ],
 )
-def test_arguments_that_are_no_object_are_an_empty_one(arguments, expected):
+def test_arguments_that_are_no_object_are_none(arguments, expected):
     assert inputs.arguments(arguments) == expected
 
 
