@@ -15,6 +15,7 @@ FILE = "added_tokens.json"
 MOST = 2**16
 """Most ids behind the vocabulary: releases add hundreds, and a table has a row for each id."""
 
+_IDS = 10**9  # ids of nine digits at most, as in tokenizer_config.json
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -101,8 +102,10 @@ def _of_decoder(config: JsonMapping) -> _Declared:
 
 def _of_ids(ids: JsonMapping) -> _Declared:
     for content, token in ids.items():
-        if type(token) is not int or not content:
-            raise CheckpointError(f"{FILE}: {content!r:.80} has the id {token!r:.80}; expected an integer")
+        if type(token) is not int or not 0 <= token < _IDS or not content:
+            raise CheckpointError(
+                f"{FILE}: {content!r:.80} has the id {token!r:.80}; expected an integer from 0 to {_IDS - 1}"
+            )
         yield content, token, {}
 
 

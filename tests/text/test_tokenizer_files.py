@@ -90,6 +90,8 @@ def test_tokens_that_are_there_change_nothing(tmp_path):
         ({"added_tokens_decoder": {"7": "a"}}, "expected an id, and an object with content"),
         ({"added_tokens_decoder": [1]}, "added_tokens_decoder is"),
         ({"ids": {NEW: "7"}}, "added_tokens.json: '<|new|>' has the id '7'"),
+        ({"ids": {NEW: -1}}, "has the id -1; expected an integer from 0 to"),
+        ({"ids": {NEW: 2**40}}, "expected an integer from 0 to 999999999"),
         ({"extra_special_tokens": 7}, "extra_special_tokens is 7"),
         ({"extra_special_tokens": [7]}, "expected tokens: strings"),
     ],
