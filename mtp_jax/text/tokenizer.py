@@ -17,6 +17,7 @@ from mtp_jax.errors import CheckpointError, PromptTooLong, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import added_tokens, byte_level, tiktoken_file
 from mtp_jax.text.chat_template import OWN_VARIABLES, ChatTemplate, first_line
+from mtp_jax.text.damages import damages
 from mtp_jax.text.messages import with_texts
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.conversation import for_template
@@ -303,12 +304,8 @@ def _up_to_the_mark(prompt: str) -> str:
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    try:
+    with damages(lambda reason: f"{file} is damaged: {reason}; copy it again from the release"):
         return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(
-            f"{file} is damaged: {first_line(error)}; copy it again from the release"
-        ) from error
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:

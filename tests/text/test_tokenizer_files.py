@@ -109,6 +109,18 @@ def test_another_kind_of_tokenizer_is_refused_with_tokens_beside_it(tmp_path):
         Tokenizer.from_dir(folder)
 
 
+def test_merges_that_no_token_is_made_of_are_a_damage(tmp_path):
+    """The library panics for one that would be longer than all tokens."""
+    folder = folder_with(tmp_path)
+    file = folder / "tokenizer.json"
+    value = json.loads(file.read_text())
+    longest = max(value["model"]["vocab"], key=len)
+    value["model"]["merges"].append([longest, longest])
+    file.write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is damaged: range end .*; copy it again"):
+        Tokenizer.from_dir(folder)
+
+
 def test_further_templates_are_found_by_name(tmp_path):
     folder = folder_with(tmp_path)
     (folder / "chat_template.jinja").write_text("plain")
