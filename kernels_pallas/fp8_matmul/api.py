@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
-from kernels_pallas.grouped_matmul.api import choose_gated_tile
+from kernels_pallas.grouped_matmul.api import choose_gated_tile, grouped_matmul
+from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
 from kernels_pallas.grouped_matmul.tile import Tile
-from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise, whole_tiles
 from kernels_pallas.rms_norm import api as norms
@@ -83,6 +86,34 @@ def fp8_mlp(
     tile = choose_tile(count, *down.shape)
     (y,) = _product(implementation, tile)(hidden, down[None], scale, down_scale[None])
     return y[:count].astype(jnp.bfloat16)
+
+
+def fp8_by_group(
+    x: Float[Array, "T G K"],
+    w: Float[Array, "G N K"],
+    w_scale: Float[Array, "G n k"],
+    *,
+    implementation: Implementation,
+    interpret: Interpreter | None = None,
+) -> Float[Array, "T G N"]:
+    """``x[:, g] @ w[g].T`` for every group g, as ``fp8_matmul``. The product is one launch."""
+    check(jax.ShapeDtypeStruct((*x.shape[:1], x.shape[2]), x.dtype), w, 64)
+    (count, groups, terms), columns = x.shape, w.shape[1]
+    height = min(whole_tiles(count), 2 * WGMMA_ROWS)
+    each = -(-count // height)
+    number = np.arange(groups * each)
+    widths = [n for n in (256, 128, 64) if columns % n == 0 and height + n <= 320]
+    # The widest columns with which every multiprocessor has a tile, else the narrowest.
+    width = next((n for n in widths if len(number) * (columns // n) >= PROCESSORS), widths[-1])
+    tile = Tile(height, width)
+    left = -(-count // ALIGNMENT) * ALIGNMENT - number % each * height
+    table = np.stack([number // each, number * height, np.minimum(left, height)]).astype(np.int32)
+    tiles = Tiles(jnp.asarray(table), jnp.full(1, len(number), jnp.int32))
+    laid = jnp.pad(x.swapaxes(0, 1), ((0, 0), (0, each * height - count), (0, 0)))
+    rows = _quantised(laid.reshape(-1, terms), tile, implementation)
+    given = rows.values, w[:, None], rows.scale, w_scale[:, None], tiles, tile, implementation, interpret
+    (y,) = grouped_matmul(*given)
+    return y.reshape(groups, -1, columns)[:, :count].swapaxes(0, 1)
 
 
 def choose_tile(rows: int, columns: int, terms: int) -> Tile:

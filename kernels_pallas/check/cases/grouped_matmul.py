@@ -115,6 +115,8 @@ def shapes() -> dict[str, ExpertsShape]:
         gated = api.choose_gated_tile(1, 8, columns, 7168)
         shapes[f"gated-{name}"] = ExpertsShape(one, columns, 7168, True, gated, spare=24)
         shapes[f"down-{name}"] = ExpertsShape(one, 7168, columns, False, api.choose_tile(1, 7168), spare=24)
+    # DeepSeek-V4-Flash's groups of heads, projected for four tokens.
+    shapes["heads-8x4"] = ExpertsShape((8,) * 8, 1024, 4096, False, Tile(64, 64), gap=56)
     for name in ("gated-32x64", "gated-32x256"):  # DeepSeek-V4's limit
         shapes[f"{name}-limit"] = replace(shapes[name], limit=10.0)
     for name in ("gated-32x64", "down-32x64", "gated-32x256"):

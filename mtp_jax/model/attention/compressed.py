@@ -41,7 +41,6 @@ from mtp_jax.model.compressor import Span
 from mtp_jax.model.config import CompressedConfig, ModelConfig
 from mtp_jax.model.indexer import NOTHING, IndexQueries
 from mtp_jax.model.layers import rms_norm, rotate_last, unrotate_last
-from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import CompressedAttention, Compressor
 from mtp_jax.model.products.plain import Reader, Readers, Rows
 from mtp_jax.model.recent import Recent, ring
@@ -129,7 +128,7 @@ class Compressed(Kind):
         """Projected by way of a low rank; a head's query is normed without a weight."""
         on, c, eps = self.on, _of(cfg), cfg.rms_norm_eps
         own = _angles(a, angles)
-        readers = [Reader(a.q_b, "out")] + ([] if a.indexer is None else [Reader(a.indexer.q)])
+        readers = [Reader(a.q_b, "out"), *(Reader(i.q) for i in (a.indexer,) if i)]
         low = on.norm(on.result(x, a.q_a), a.q_norm, eps, readers)[1]
         heads = on.linear(low, a.q_b, split="out")
         q = rotate_last(rms_norm(heads, jnp.ones(c.head_dim), eps), own)
@@ -234,7 +233,7 @@ class Compressed(Kind):
         """Each group of heads projected down, then all of them together."""
         groups = a.o_a.shape[0]
         parts = context.reshape(*context.shape[:2], groups, -1)
-        low = jnp.einsum("bwgi,gri->bwgr", parts, expand(a.o_a, parts.dtype))
+        low = self.on.by_group(parts, a.o_a)
         flat = low.reshape(*context.shape[:2], -1)
         return self.on.linear(flat, a.o.reshape(cfg.hidden_size, -1), split="in")
 

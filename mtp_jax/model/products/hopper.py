@@ -307,6 +307,21 @@ class HopperProducts(Products):
         out = partition(None, "slots", axes[0]) if left else partition("slots", None, axes[0])
         return sharded(local, mesh, (given.split(axes[-1]), specs), out)(given, w)
 
+    def by_group(self, x: Float[Array, "B W G i"], w: Matrix) -> Float[Array, "B W G o"]:
+        """Products of groups with FP8 weights by a kernel; rows are turned into e4m3 with 1x128 blocks."""
+        whole_blocks = w.shape[1] % fp8_matmul.BLOCK == 0
+        if not whole_blocks or not self.takes(Reader(w, "out"), x.dtype):
+            return super().by_group(x, w)
+
+        def local(x, w):
+            scale = w.scale.reshape(len(w.values), -1, w.scale.shape[-1])
+            given = x.reshape(-1, *x.shape[2:]), w.values, scale
+            return fp8_matmul.fp8_by_group(*given, implementation="mosaic_gpu").reshape(*x.shape[:3], -1)
+
+        heads = partition("heads")
+        specs = partition("slots", None, "heads"), Fp8(heads, heads)
+        return sharded(local, self.mesh, specs, partition("slots", None, "heads"))(x, w)
+
     def mlp(self, x: Any, p: Mlp, limit: float | None = None) -> Float[Array, "B W D"]:
         """A dense MLP by two kernels."""
         if not self.takes(p, e4m3.dtype_of(x)):

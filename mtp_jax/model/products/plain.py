@@ -117,6 +117,10 @@ class Products:
         y = jax.lax.dot_general(flat_x, flat_w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
+    def by_group(self, x: Float[Array, "B W G i"], w: Matrix) -> Float[Array, "B W G o"]:
+        """``x[:, :, g] @ w[g].T`` for every group g, which ``model`` splits."""
+        return jnp.einsum("bwgi,goi->bwgo", x, expand(w, x.dtype))
+
     def plain(self, x: Rows) -> Float[Array, "*b D"]:
         """Rows as an array."""
         return x
