@@ -89,6 +89,7 @@ class Submitted:
 
     Attributes:
         name: the id of its answer.
+        params: parameters of its sampling.
         use: the allowed use of tools; None where no tool may be called.
         thinking: whether its prompt has opened a thought.
         custom: names of the tools that take a text instead of JSON arguments.
@@ -96,6 +97,7 @@ class Submitted:
 
     name: str
     streams: Sequence[Stream]
+    params: SamplingParams
     use: ToolUse | None
     thinking: bool
     custom: frozenset[str]
@@ -121,7 +123,7 @@ async def ask(
     lazy = LazyPrompt(prompt, body.characters)
     streams = await submit(server, request, body, [lazy], _with_tools(server, params, use), name)
     prompt.warn(request)
-    return Submitted(name, streams, use, prompt.thinking, body.custom)
+    return Submitted(name, streams, params, use, prompt.thinking, body.custom)
 
 
 def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> SamplingParams:

@@ -57,17 +57,17 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def cut(server, client, compiled, monkeypatch) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
-    """Asks a route for an answer of 200 tokens that ends after about 40 (``after``) for a reason.
+    """Asks a route for an answer of 200 tokens that ends after about 60 (``after``) for a reason.
 
     Returns the status, and the answer, or the events of its stream.
     """
 
-    def ask(why: str, path: str, after: int = 40, stream: bool = False, **more: Any) -> Any:
+    def ask(why: str, path: str, after: int = 60, stream: bool = False, **more: Any) -> Any:
         engine, before = compiled.engine, compiled.engine.stats().generation_tokens
         step, aborted = engine.step, []
 
         def step_until_late() -> Any:
-            if not aborted and engine.stats().generation_tokens >= before + after:
+            if not aborted and engine.scheduler.live() and engine.stats().generation_tokens >= before + after:
                 if why == "abort":
                     aborted.append(server.call(lambda: server.allm.abort(None)))
                     return []

@@ -137,7 +137,7 @@ FORM = {"schema": {"type": "object"}}
         ("/generate", "token_ids_logprob", [1], "use top_logprobs_num"),
         ("/generate", "session_params", {"id": "a"}, "stores no session"),
         (RESPONSES, "tool_choice", {"type": "function", "function": {"name": "f"}}, "name: this field"),
-        (RESPONSES, "background", True, "stores nothing"),
+        (RESPONSES, "background", True, "keeps no answer"),
     ],
 )
 def test_a_field_that_changes_an_answer_elsewhere_is_refused(client: httpx2.Client, path, field, value, says):

@@ -133,6 +133,16 @@ def test_text_is_sent_as_it_is_written_and_cut_without_markup(name):
     assert parser.flush() == []
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_that_a_limit_cuts_anywhere_show_no_markup(name):
+    whole = "\n\n" + written(FORMATS[name], [("f", '{"a": "x"}'), ("g", '{"n": 2}')])
+    for end in range(len(whole)):
+        parser = ToolParser(FORMATS[name])
+        parts = parser.push(whole[:end]) + parser.flush(cut=True)
+        assert not "".join(part.text for part in parts if isinstance(part, OutputText)).strip(), whole[:end]
+        assert not any("<" in part.text for part in parts if isinstance(part, CallArguments)), whole[:end]
+
+
 def test_broken_calls_show_no_tag_that_ends_them():
     parts = parse("kimi_k2", [ONE["kimi_k2"].replace("}<", "}} <") + "Sorry."])
     assert "".join(part.text for part in parts if isinstance(part, OutputText)) == "} Sorry."
