@@ -1,4 +1,7 @@
-"""Errors a user can cause. Messages say the fault, the value got, the allowed values, and the change."""
+"""Errors a user can cause, and words for messages.
+
+Messages say the fault, the value got, the allowed values, and the change.
+"""
 
 from collections.abc import Iterable
 
@@ -58,6 +61,11 @@ class EngineStopped(MtpJaxError):
 def shown(name: str) -> str:
     """A name in a file as messages have it: not longer than any that a release has."""
     return name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}..."
+
+
+def amount(count: int, noun: str) -> str:
+    """A count and its noun, given in the singular: "1 request", "2,000 requests"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def shortlist(names: Iterable[str]) -> str:

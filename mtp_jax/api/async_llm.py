@@ -104,7 +104,7 @@ class AsyncLLM:
     async def start(self, reporter: Reporter | None = None) -> None:
         """Prepare executables that serve any request, then start; cheaper executables follow while idle."""
         self._loop = asyncio.get_running_loop()
-        with (reporter or Silent()).phase("programs", "executables") as update:
+        with (reporter or Silent()).phase("programs", "executable") as update:
             # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
             await self.off_loop(lambda: self.warm_up.first(update))
         if grammars := self.llm.engine.grammars:

@@ -416,7 +416,7 @@ class LLM:
         """Compile the programs of these prompts together with the running prompts."""
         requests = [c.request for state in states for c in state.completions]
         compiled = len(self.engine.runner.keys)
-        with self._report.phase("programs", "executables") as update:
+        with self._report.phase("programs", "executable") as update:
             self.engine.prepare(requests, update)
         self.await_files()
         if len(self.engine.runner.keys) > compiled:

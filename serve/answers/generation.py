@@ -43,7 +43,8 @@ def check_room(server: Server, counts: Sequence[int]) -> None:
     wanted, most = sum(counts), server.allm.admission.max_requests
     if wanted > most:
         n = "/".join(map(str, sorted({*counts})))
-        raise RequestError(f"{len(counts)} prompts of n = {n} are {wanted} requests; the queue takes {most}")
+        prompts = f"{len(counts)} prompts" if counts[1:] else "a prompt"
+        raise RequestError(f"{prompts} of n = {n}, {wanted} requests in all; the queue takes {most}")
 
 
 async def submit(

@@ -203,7 +203,7 @@ def test_health_and_ready(client):
     assert client.get("/health").json() == {"status": "ok"}
     ready = client.get("/ready").json()
     assert ready["status"] == "ready"
-    assert re.fullmatch(r"ready|program \d+ of \d+", ready["state"])
+    assert re.fullmatch(r"ready|compiling program \d+ of \d+", ready["state"])
 
 
 def test_unknown_routes_and_methods_are_openai_errors(client):
