@@ -3,9 +3,10 @@
 Messages say the fault, the value got, the allowed values, and the change.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _NAMES_SHOWN = 12  # names in a message: a few lines of a terminal, which show the pattern
+_LONGEST_STEP = 40  # characters of a key in the path of a part of a schema
 _LONGEST_SHOWN = 200  # characters of a name: releases have 100 at most
 
 
@@ -23,6 +24,30 @@ class CheckpointError(MtpJaxError, ValueError):
 
 class RequestError(MtpJaxError, ValueError):
     """A prompt or sampling option that cannot be served."""
+
+
+class SchemaError(RequestError):
+    """A JSON schema with a part that no output can be held to.
+
+    Attributes:
+        place: the path of the part within the schema.
+        keyword: the keyword of that part; empty: the whole part.
+        why: text to follow the keyword.
+        tool: the tool whose parameters the schema describes; None where it describes the output.
+    """
+
+    def __init__(self, place: Sequence[str], keyword: str, why: str, tool: str | None = None) -> None:
+        self.place, self.keyword, self.why, self.tool = tuple(place), keyword, why, tool
+        super().__init__(self.at("the schema" if tool is None else f"the tool {tool!r}: parameters"))
+
+    def at(self, root: str) -> str:
+        """The message where the schema stands at this path of a request."""
+        fault = f"{self.keyword} {self.why}".lstrip()
+        return f"{self.path(root)}: {fault}; leave it out, or give the schema without strict"
+
+    def path(self, root: str) -> str:
+        """The path of the part in a request that has the schema at this path."""
+        return ".".join((root, *(step[:_LONGEST_STEP] for step in self.place)))
 
 
 class PromptTooLong(RequestError):

@@ -13,6 +13,7 @@ from mtp_jax import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    SchemaError,
     Stream,
     Thoughts,
 )
@@ -20,7 +21,7 @@ from serve.answers.reasoning import may_think
 from serve.base.errors import ApiError
 from serve.base.sse import aborted_with_client, streams_of
 from serve.base.state import Server
-from serve.bodies.reading import ignore
+from serve.bodies.reading import LONGEST_NAME, MOST_NAMED, ignore, printable
 from serve.bodies.schema import Sampling
 from serve.watch.access_log import record_of
 
@@ -76,17 +77,31 @@ async def submit(
     record_of(request.scope).asked = params
     streams: list[Stream] = []
     for i, prompt in enumerate(prompts):
-        stream = await server.allm.submit(
-            prompt,
-            params,
-            request_id=f"{name}_{i}" if len(prompts) > 1 else name,
-            priority=body.priority or 0,
-            timeout=min(limits, default=None),
-            cache_salt=body.cache_salt or "",
-        )
+        try:
+            stream = await server.allm.submit(
+                prompt,
+                params,
+                request_id=f"{name}_{i}" if len(prompts) > 1 else name,
+                priority=body.priority or 0,
+                timeout=min(limits, default=None),
+                cache_salt=body.cache_salt or "",
+            )
+        except SchemaError as error:
+            raise body.unenforced(error) from None
         streams_of(request.scope).append(stream)
         streams.append(stream)
+    for path in _widened(body, params)[:MOST_NAMED]:
+        ignore(request, path)
     return streams
+
+
+def _widened(body: Sampling, params: SamplingParams) -> list[str]:
+    """Paths of the parts of schemas that are not enforced, shortened in the middle."""
+    faults = params.structured.widened if params.structured else ()
+    paths = dict.fromkeys(f"{f.path(body.schema_path(f.tool))}.{f.keyword}".rstrip(".") for f in faults)
+    half = LONGEST_NAME // 2 - 1
+    short = (path if len(path) <= LONGEST_NAME else f"{path[:half]}..{path[-half:]}" for path in paths)
+    return [printable(path) for path in short]
 
 
 async def outputs(

@@ -22,7 +22,7 @@ from serve.bodies.fields import (
     one_of,
     told,
 )
-from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out, picked
+from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out, picked, places
 from serve.bodies.schema import CallBody, ChatBody, MaxTokens, most_tokens
 from serve.bodies.tools import FunctionName
 from serve.bodies.unread import Unread, check_newest, unread
@@ -363,9 +363,17 @@ class ResponsesBody(CallBody, Switches):
             value["reasoning"] = {**value.get("reasoning", {}), "effort": effort}
         formats = [told.format for told in (self.text, *(item.text for item in updates)) if told]
         if found := next(filter(None, reversed(formats)), None):
-            schema = {"name": found.name, "schema": found.schema_} if found.type == "json_schema" else None
+            told = {"name": found.name, "schema": found.schema_, "strict": found.strict}
+            schema = told if found.type == "json_schema" else None
             value["response_format"] = {"type": found.type, "json_schema": schema}
-        return ChatBody.model_validate(value)
+        paths = {"response_format.json_schema.schema": "text.format.schema"}
+        return ChatBody.model_validate(value).sent_as(paths | self.client_tools.paths(self._places()))
+
+    def _places(self) -> Iterator[tuple[Identity, str]]:
+        yield from places(self.tools or (), "tools")
+        for i, item in enumerate(self._items):
+            if isinstance(item, _ToolsItem):
+                yield from places(item.tools, f"input.{i}.tools")
 
     def _messages(self) -> list[JsonObject]:
         turns: list[JsonObject] = []

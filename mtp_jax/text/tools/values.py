@@ -9,6 +9,7 @@ from functools import reduce
 from operator import and_, or_
 
 from mtp_jax.json_object import JsonMapping
+from mtp_jax.text.references import referred
 
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _LITERALS = {"null": ("null",), "boolean": ("true", "false")}
@@ -22,8 +23,9 @@ class Steps:
     The number of listed values is limited, too: each of many references may name one list.
     """
 
-    def __init__(self) -> None:
-        self._left, self._values, self._depth = 1000, 100_000, 32
+    def __init__(self, most: int = 1000) -> None:
+        """most: number of parts."""
+        self._left, self._values, self._depth = most, 100_000, 32
 
     def take(self, depth: int) -> bool:
         """Whether one more part may be read, at this depth."""
@@ -100,20 +102,11 @@ def listed(schema: JsonMapping) -> Sequence[object] | None:
 def branches_of(schema: JsonMapping, whole: object) -> Iterator[tuple[Sequence[object], bool]]:
     """Groups of further schemas of a value, and whether it must fit all schemas of the group, or any one."""
     if isinstance(reference := schema.get("$ref"), str):
-        yield [_referred(reference, whole)], True
+        target = referred(whole, reference)
+        yield [{} if target is None else target], True
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := schema.get(key), list | tuple) and branches:
             yield branches, key == "allOf"
-
-
-def _referred(reference: str, whole: object) -> object:
-    """The part that a JSON pointer such as "#/$defs/a" names; {}, which allows anything, if there is none."""
-    start, *path = reference.split("/")
-    found = whole if start == "#" else {}
-    for step in path:
-        step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step, {}) if isinstance(found, Mapping) else {}
-    return found
 
 
 def as_json(text: str) -> str | None:
