@@ -57,7 +57,7 @@ def grouped_matmul(
             x in bfloat16, FP4 (``fp4.py``): uint8, two values each.
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
-            With FP4 uint8, the exponents of 1x32 groups.
+            FP4 weights have uint8, the exponents of 1x32 groups.
         tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
         ending: the way to the results. With ``slots`` all tiles multiply the same rows, the first of x, whose
             scales x_scale begins with; else each tile has rows of its own, and M rows are returned.

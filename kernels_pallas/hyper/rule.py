@@ -31,7 +31,7 @@ class GateParams(NamedTuple):
     Attributes:
         scale: float32, three: of the input's gates, of the result's, of the matrix; one where streams end.
         base: float32.
-        norm: of any float type; None: the input is not normed.
+        norm: weight of the norm, any float type; None: the input is not normed.
     """
 
     scale: Float[Array, " _"]

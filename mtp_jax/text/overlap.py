@@ -19,7 +19,7 @@ class Overlap:
 
     def __init__(self, whole: JsonObject) -> None:
         self._whole, self._steps = whole, Steps(_MOST_PARTS)
-        # By identity; each schema is held as long, so that no other one gets its number.
+        # Schemas are told by identity; each is held as long, so that no other gets its number.
         self._kinds: dict[int, tuple[object, frozenset[str]]] = {}
 
     def followed(self, schema: object) -> object:

@@ -173,7 +173,7 @@ def entries(tools: Iterable[_Alone | _Namespace], namespace: str = "") -> Iterat
 def places(
     tools: Iterable[_Alone | _Namespace], path: str, namespace: str = ""
 ) -> Iterator[tuple[Identity, str]]:
-    """Paths of the schemas of tools. path: of the list of tools."""
+    """Paths of the schemas of tools. path: place of the list of tools."""
     for i, tool in enumerate(tools):
         if isinstance(tool, _Namespace):
             yield from places(tool.tools, f"{path}.{i}.tools", tool.name)

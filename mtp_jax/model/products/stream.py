@@ -62,7 +62,7 @@ class PendingStreams(NamedTuple):
 
     Attributes:
         entered: the streams while the sublayer ran.
-        results: of the sublayer, to be summed.
+        results: addends of the sublayer's result.
     """
 
     entered: Entered
