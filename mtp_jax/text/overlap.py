@@ -7,7 +7,7 @@ from operator import and_
 
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.references import referred
-from mtp_jax.text.tools.values import Steps, fits, kinds, listed
+from mtp_jax.text.tools.values import Steps, fits, kind, kinds, listed
 
 _MOST_PARTS = 50_000  # of all questions together: some tens of milliseconds
 _DEEPEST = 8
@@ -21,6 +21,7 @@ class Overlap:
         self._whole, self._steps = whole, Steps(_MOST_PARTS)
         # Schemas are told by identity; each is held as long, so that no other gets its number.
         self._kinds: dict[int, tuple[object, frozenset[str]]] = {}
+        self._listed: dict[int, tuple[object, frozenset[object] | None]] = {}
 
     def followed(self, schema: object) -> object:
         """The schema that a schema which is a reference alone refers to."""
@@ -57,8 +58,20 @@ class Overlap:
             known = self._kinds[id(schema)] = schema, kinds(schema, self._whole, self._steps)
         return known[1]
 
+    def _listed_by(self, schema: object) -> frozenset[object] | None:
+        """The values that a schema lists, with their types; None if it lists none, or arrays or objects."""
+        if id(schema) not in self._listed:
+            values = listed(schema) if isinstance(schema, Mapping) else None
+            nested = values is None or any(isinstance(value, dict | list) for value in values)
+            found = None if nested else frozenset((kind(value), value) for value in values or ())
+            self._listed[id(schema)] = schema, found
+        return self._listed[id(schema)][1]
+
     def _values_differ(self, one: list[object], other: list[object]) -> bool:
         """Whether one list of schemas names values, of which none fits the other."""
+        mine, theirs = ([v for s in side if (v := self._listed_by(s)) is not None] for side in (one, other))
+        if any(a.isdisjoint(b) for a in mine for b in theirs):
+            return True
         named = [values for s in one if isinstance(s, Mapping) and (values := listed(s)) is not None]
         if not named:
             return False
