@@ -6,9 +6,11 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from mtp_jax.errors import RequestError
 
 # Expressions that llguidance may derive, at first and for a token: a fifth and a tenth of its defaults.
 # Repeats of tens of thousands need more, at first and for each mask.
@@ -99,14 +101,7 @@ class CompiledGrammar:
     @property
     def fault(self) -> str | None:
         """Why no output fits the grammar, in one line, without the text of its rules; None if one may."""
-        if not self.matcher.is_error():
-            return None
-        reason = self.matcher.get_error().replace("<non-verbose/>", "")
-        _, of_schema, fault = reason.partition("failed to compile JSON schema: ")
-        reason = _EXCERPT.split(fault)[0] if of_schema else reason
-        if reason.startswith("NoExtension"):
-            return "no text the model can write fits it"
-        return textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...")
+        return in_words(self.matcher.get_error()) if self.matcher.is_error() else None
 
     @classmethod
     def of(cls, table: TokenTable, grammar: str, held: int) -> "CompiledGrammar":
@@ -114,3 +109,29 @@ class CompiledGrammar:
         began = time.thread_time()
         matcher = table.build(grammar)
         return cls(grammar, matcher, time.thread_time() - began, held)
+
+
+class NotCompiled(RequestError):
+    """A grammar that llguidance cannot compile."""
+
+
+def in_words(error: str) -> str:
+    """An error of llguidance in one line, without the text of the grammar's rules."""
+    reason = error.replace("<non-verbose/>", "")
+    _, of_schema, fault = reason.partition("failed to compile JSON schema: ")
+    reason = _EXCERPT.split(fault)[0] if of_schema else reason
+    if reason.startswith("NoExtension"):
+        return "no text the model can write fits it"
+    return textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...")
+
+
+class GrammarWriter(Protocol):
+    """Writes a grammar in Lark's syntax when the grammar is to be compiled."""
+
+    def written(self, thinking: bool) -> str:
+        """The grammar. thinking: whether the output begins inside a thought, which it then has to allow."""
+        ...
+
+    def mended(self, thinking: bool, error: RequestError) -> str:
+        """The grammar without the parts that cannot be compiled. Raises the error if it has none."""
+        ...

@@ -29,7 +29,7 @@ from llguidance.numpy import (
 
 from mtp_jax.errors import Overloaded, RequestError, SchemaError
 from mtp_jax.json_object import JsonMapping, JsonObject
-from mtp_jax.text.compile_grammar import CompiledGrammar, TokenTable
+from mtp_jax.text.compile_grammar import CompiledGrammar, GrammarWriter, NotCompiled, TokenTable
 from mtp_jax.text.dialects import is_lark, of_ebnf, token_ids
 from mtp_jax.text.enforceable import enforceable
 from mtp_jax.text.json_schema import check_schema, in_full
@@ -71,8 +71,7 @@ class StructuredOutput:
         choice: one of these strings.
         lark: a grammar in llguidance's Lark syntax, with a rule "start"; schemas embedded with %json are not
             checked here. It gives tokens by their ids (<[7]>), which must be added tokens, such as special
-            tokens. Or a function that writes one: the thread that compiles it calls it with whether the
-            output begins inside a thought, which the grammar then has to allow.
+            tokens. Or an object that writes one, in the thread that compiles it.
         ebnf: a grammar in the EBNF of llama.cpp (GBNF), with a rule "root".
         structural_tag: text in which tags hold JSON or expressions (``text/structural_tags.py``): an object,
             or its text.
@@ -85,7 +84,7 @@ class StructuredOutput:
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] | None = None
-    lark: str | Callable[[bool], str] | None = None
+    lark: str | GrammarWriter | None = None
     ebnf: str | None = None
     structural_tag: JsonMapping | str | None = None
     strict: bool = True
@@ -105,7 +104,7 @@ class StructuredOutput:
             _check_length("the form", len(_text(self.ebnf)))
         elif self.structural_tag is not None:
             _ = self._tags
-        elif not callable(self.lark):
+        elif self.lark is None or isinstance(self.lark, str):
             _check_length("the form" if self.lark else given[0], len(self.grammar))
 
     @classmethod
@@ -119,9 +118,9 @@ class StructuredOutput:
         close: the token that ends thoughts, or None where that is text. added: the id of a tag that is a
         token of its own. Raises RequestError.
         """
-        if callable(self.lark):
-            return self.lark(thinking)
         lark = self.lark
+        if lark is not None and not isinstance(lark, str):
+            return lark.written(thinking)
         if self.ebnf is not None:
             lark = of_ebnf(self.ebnf)
         elif self.structural_tag is not None:
@@ -193,10 +192,7 @@ def _of_json(schema: JsonObject) -> str:
 
 
 def _schema(schema: object, widened: list[SchemaError] | None = None) -> JsonObject:
-    """The schema as llguidance is to have it. widened: gets the parts that have been left out.
-
-    Raises SchemaError for such a part where there is no such list.
-    """
+    """The schema as llguidance is to have it. Parts left out go into ``widened``; None: raise SchemaError."""
     if isinstance(schema, str) and len(schema) > _LONGEST_TEXT:
         raise RequestError(
             f"json_schema is a text of {len(schema)} characters; at most {_LONGEST_TEXT} are allowed"
@@ -332,7 +328,14 @@ class Grammars:
         close = self.backend.token_to_id(Thoughts.CLOSE)
         if isinstance(wanted.lark, str):
             self._check_tokens(wanted.lark)
-        return Matcher(self._compiled(wanted.behind(self.thinks(prompt), close, self._added)), stops)
+        thinks = self.thinks(prompt)
+        try:
+            compiled = self._compiled(wanted.behind(thinks, close, self._added))
+        except NotCompiled as error:
+            if wanted.lark is None or isinstance(wanted.lark, str):
+                raise
+            compiled = self._compiled(wanted.lark.mended(thinks, error))
+        return Matcher(compiled, stops)
 
     def _check_tokens(self, lark: str) -> None:
         """Raise RequestError for tokens that have text, which a draft could not name."""
@@ -388,7 +391,7 @@ class Grammars:
         self.prepare()
         made = CompiledGrammar.of(self._table, grammar, self._trials.run(grammar))
         if made.fault is not None:
-            raise RequestError(f"the structured output cannot be compiled: {made.fault}; change it")
+            raise NotCompiled(f"the structured output cannot be compiled: {made.fault}; change it")
         with self._caching:
             self._cached[grammar] = made
             while len(self._cached) > _CACHED_GRAMMARS or self._held() > _CACHED_BYTES:

@@ -58,6 +58,38 @@ def test_a_forced_call_is_held_to_the_rest_unless_the_tool_is_strict(server, for
     assert "warning" not in variant.post(path, json=body).headers
 
 
+def test_what_only_llguidance_finds_has_its_place_too(server):
+    """A number that no value fits, and a reference to itself, each in a tool of two."""
+    loop = {"$ref": "#/$defs/loop", "minimum": 1}
+    wrong = {
+        "n": {"type": "integer", "minimum": 3, "maximum": 2},
+        "m": {"$ref": "#/$defs/loop", "type": "integer"},
+        "kept": {"const": 5},
+    }
+    schema = {
+        "properties": wrong,
+        "required": ["kept"],
+        "$defs": {"loop": loop},
+        "additionalProperties": False,
+    }
+    body = body_of("/v1/chat/completions", {"name": "f", "parameters": {}}, forced=True)
+    function = {"name": "g", "parameters": schema}
+    body["tools"].append({"type": "function", "function": function})
+    for form in ("json", "glm47"):
+        variant = server.variant(tool_parser=form)
+        function["strict"] = False
+        answer = variant.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        place = "tools.1.function.parameters.properties"
+        assert answer.headers["warning"] == f'299 mtp-jax "ignored: {place}.n, {place}.m"'
+        function["strict"] = True
+        error = variant.post("/v1/chat/completions", json=body).json()["error"]
+        assert error["message"].startswith(
+            f"{place}.n: Unsatisfiable schema: minimum (3) is greater than maximum (2);"
+        )
+        assert error["param"] == f"{place}.n"
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "place", "strict"),
     [

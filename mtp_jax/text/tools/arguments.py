@@ -56,7 +56,12 @@ def held(form: Format, rules: Rules, tool: Tool, name: str, end: str) -> str:
         _take_apart(rules, tool, schema, _TOGETHER)
     elif _TOGETHER & schema.keys():
         rules.charge(schema)
-        return f"{rules.json({'type': 'object', **schema})} {end}"
+        try:
+            return f"{rules.json({'type': 'object', **schema})} {end}"
+        except RequestError as e:
+            inner = e if isinstance(e, SchemaError) else SchemaError((), "", str(e))
+            _leave_out(rules, tool, inner.place, inner.keyword, inner.why)
+            return free(form, rules, end)
     rules.charge({key: value for key, value in schema.items() if key not in _DEFINITIONS})
     pair = Member(rules) if form.parameter is None else Tags(form.parameter, rules)
     before, behind = pair.around

@@ -3,18 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar, Literal
 
 from mtp_jax.errors import RequestError, SchemaError
-from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, StructuredOutput, embedded
 from mtp_jax.text.tokenizer import Tokenizer
 from mtp_jax.text.tools.formats import FORMATS, Format, format_named
-from mtp_jax.text.tools.grammar import Required, call_grammar
+from mtp_jax.text.tools.grammar import Required
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.rules import Vocabulary
 from mtp_jax.text.tools.tool import Tool
+from mtp_jax.text.tools.writer import ToolGrammar
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,6 @@ class ToolUse:
                     "structured_outputs: with tools only JSON can be asked for; use response_format"
                 )
             schema, widened = answer.enforced, answer.widened
-        return StructuredOutput(lark=partial(self._grammar, tokenizer, schema, widened), widened=widened)
-
-    def _grammar(
-        self, tokenizer: Tokenizer, answer: JsonMapping | None, widened: list[SchemaError], thinking: bool
-    ) -> str:
         vocabulary = Vocabulary(tokenizer.added_id, embedded, MAX_GRAMMAR_LENGTH, widened)
-        asked = Required(self.forced, self.several, thinking, answer)
-        try:
-            return call_grammar(self.form, self.tools, vocabulary, asked)
-        except RequestError:
-            raise
-        except (TypeError, ValueError, OverflowError, RecursionError) as e:  # of a schema that is none
-            raise RequestError(f"the schemas of the tools are not valid: {e}") from e
+        asked = Required(self.forced, self.several, answer=schema)
+        return StructuredOutput(lark=ToolGrammar(self.form, self.tools, vocabulary, asked), widened=widened)
