@@ -43,7 +43,7 @@ class SchemaError(RequestError):
     def at(self, root: str) -> str:
         """The message where the schema stands at this path of a request."""
         fault = f"{self.keyword} {self.why}".lstrip()
-        return f"{self.path(root)}: {fault}; leave it out, or give the schema without strict"
+        return f"{self.path(root)}: {fault}; leave it out"
 
     def path(self, root: str) -> str:
         """The path of the part in a request that has the schema at this path."""

@@ -153,7 +153,8 @@ class Sampling(Refusing):
     def unenforced(self, error: SchemaError) -> ApiError:
         """The error of a schema that cannot be enforced, with the place in the request."""
         root = self.schema_path(error.tool)
-        return ApiError(400, error.at(root), error.path(root))
+        asked = error.tool is not None or root.startswith(("response_format", "text."))
+        return ApiError(400, error.at(root) + (", or leave out strict" if asked else ""), error.path(root))
 
     def _form(self) -> StructuredOutput | None:
         try:
