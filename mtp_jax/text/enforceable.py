@@ -59,13 +59,14 @@ def enforceable(schema: JsonObject) -> list[Unenforced]:
     found: list[Unenforced] = []
     visited: set[int] = set()
     overlap = Overlap(schema)
+    has_addresses = '"$id": "' in json.dumps(schema)
     waiting: list[tuple[object, tuple[str, ...]]] = [(schema, ())]
     while waiting:
         part, place = waiting.pop()
         if not isinstance(part, dict) or id(part) in visited:
             continue
         visited.add(id(part))
-        target, wrong = _target(part, schema)
+        target, wrong = _target(part, schema, has_addresses)
         found += [Unenforced(place, "$ref", wrong)] if wrong else []
         for keyword, rule in _RULES.items():
             if keyword in part and (why := rule(part, overlap)):
@@ -86,15 +87,20 @@ def _within(schema: JsonObject) -> Iterator[tuple[object, tuple[str, ...]]]:
             yield from ((part, (key, name)) for name, part in value.items())
 
 
-def _target(schema: JsonObject, whole: JsonObject) -> tuple[tuple[object, tuple[str, ...]] | None, str]:
-    """The part that a schema refers to, with its path; a text if there is none, where ``$ref`` is dropped."""
+def _target(
+    schema: JsonObject, whole: JsonObject, has_addresses: bool
+) -> tuple[tuple[object, tuple[str, ...]] | None, str]:
+    """The part that a schema refers to, with its path; a text if there is none, where ``$ref`` is dropped.
+
+    has_addresses: whether parts of the whole schema have addresses of their own.
+    """
     reference = schema.get("$ref")
     if not isinstance(reference, str) or (reference[:1] == "#" and reference[:2] not in ("#", "#/")):
         return None, ""  # none, or an anchor
     target = referred(whole, reference)
     if target is not None:
         return (target, tuple(reference.split("/")[1:])), ""
-    if '"$id": "' in json.dumps(whole):  # a part may have this address; llguidance knows
+    if has_addresses:  # a part may have this one; llguidance knows
         return None, ""
     del schema["$ref"]
     where = "names no part of the schema" if reference[:1] == "#" else "refers to another document"

@@ -9,7 +9,7 @@ from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.references import referred
 from mtp_jax.text.tools.values import Steps, fits, kind, kinds, listed
 
-_MOST_PARTS = 50_000  # of all questions together: some tens of milliseconds
+_MOST_PARTS = 20_000  # of all questions together: some tens of milliseconds
 _DEEPEST = 8
 _NONE = object()
 

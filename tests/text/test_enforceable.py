@@ -135,6 +135,8 @@ def test_the_work_of_a_schema_is_bounded(monkeypatch):
     loop = {"$ref": "#", "properties": {f"q{i}": {"$ref": "#/$defs/part"} for i in range(40)}}
     assert enforceable({**loop, "$defs": {"part": part}}) == []
     assert len(checked) == 5
+    addresses = {"$id": "http://x/", "properties": {"a": {"$ref": "b"}}, "$defs": {"b": {"$id": "b"}}}
+    assert enforceable(addresses) == []
     long: list[Any] = [{"enum": [f"{i}-{j}" for j in range(1000)]} for i in range(2)]
     assert enforceable({"oneOf": long}) == []
     branches = [
