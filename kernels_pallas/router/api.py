@@ -44,7 +44,7 @@ def choose(
     implementation: Implementation,
     interpret: Interpreter | None = None,
 ) -> ChosenExperts:
-    """Choose experts by sigmoid scores with a bias, from the best groups; the lower id among equals.
+    """Choose experts by scores of their logits with a bias, from the best groups; the lower id among equals.
 
     Args:
         logits: float32.
@@ -77,8 +77,6 @@ def choose(
 
 def check(experts: int, rule: Rule) -> None:
     """Refuse inputs that the kernel cannot take, with a ValueError that says so."""
-    if rule.scoring != "sigmoid":
-        raise ValueError(f"router on mosaic_gpu: scores by {rule.scoring}, must be sigmoid; use 'xla'")
     if experts > _MAX_EXPERTS:
         raise ValueError(f"router on mosaic_gpu: {experts} experts, at most {_MAX_EXPERTS}; use 'xla'")
     if experts // rule.groups % 8:

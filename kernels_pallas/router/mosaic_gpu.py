@@ -94,7 +94,7 @@ def choose(
         lane = wg.iota_of((each, width), 1, layout)
         chooses = choosing(counted, rows)
         columns = [pl.ds(i * width, width) for i in parts]
-        scores = [1 / (1 + jnp.exp(-scored(logits, rows, c))) for c in columns]
+        scores = [_score(scored(logits, rows, c), rule) for c in columns]
         biases = [load(bias, (c,), layout.reduce(0)) for c in columns]
         choice = [
             ordered(s + wg.laid_out(per_column(b, each), layout)) for s, b in zip(scores, biases, strict=True)
@@ -156,6 +156,18 @@ def choose(
         return ids, weights, out[0]
     place = out[0].reshape(-1, each)[: rule.chosen, :tokens]
     return ids, weights, Groups(None, place, Tiles(*out[1:]))
+
+
+def _score(logits: jax.Array, rule: Rule) -> jax.Array:
+    """Scores of experts, none of them negative."""
+    if rule.scoring == "sigmoid":
+        return 1 / (1 + jnp.exp(-logits))
+    less = jnp.exp(-jnp.abs(logits))
+    # log(1 + x) of a small x, of which the sum has few bits: log(y) x / (y - 1), y being the rounded sum.
+    whole = 1 + less
+    there = whole - 1
+    log = jnp.where(there == 0, less, jnp.log(whole) * less / jnp.where(there == 0, 1, there))
+    return jnp.sqrt(jnp.maximum(logits, 0) + log)
 
 
 def _keep_groups(

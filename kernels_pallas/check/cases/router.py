@@ -16,6 +16,7 @@ from kernels_pallas.router.rule import Rule
 
 DEEPSEEK_V3 = Rule(chosen=8, groups=8, kept=4, scaling=2.5)
 KIMI_K2 = Rule(chosen=8, scaling=2.827)
+V4_FLASH = Rule(chosen=6, scaling=1.5, scoring="sqrtsoftplus")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def shapes() -> dict[str, RouterShape]:
         "small-v3": RouterShape(4, 256, DEEPSEEK_V3),
         "small-384": RouterShape(4, 384, KIMI_K2),
         "small-512": RouterShape(4, 512, Rule(chosen=10)),
+        "small-v4": RouterShape(4, 64, V4_FLASH),
         "small-laid-3": RouterShape(3, 32, Rule(chosen=3), own=(8, 16)),
         "small-laid-8": RouterShape(
             8, 64, Rule(chosen=4, groups=4, kept=2, scaling=2.5), idle=3, own=(0, 64)
@@ -54,6 +56,8 @@ def shapes() -> dict[str, RouterShape]:
         "v3-4-laid-of8": RouterShape(4, 256, DEEPSEEK_V3, own=(96, 32)),
         "v3-8-laid": RouterShape(8, 256, DEEPSEEK_V3, own=(0, 256)),
         "one-group-1-laid": RouterShape(1, 256, Rule(chosen=8, scaling=2.5), own=(0, 256)),
+        "v4-4-laid": RouterShape(4, 256, V4_FLASH, own=(0, 256)),
+        "v4-64": RouterShape(64, 256, V4_FLASH),
         "v3-64": RouterShape(64, 256, DEEPSEEK_V3),
         "v3-512": RouterShape(512, 256, DEEPSEEK_V3),
         "v3-8192": RouterShape(8192, 256, DEEPSEEK_V3),
