@@ -149,7 +149,11 @@ def load_model(
     config = _with_eos(config, tokenizer)
     drafting = replace(config, drafter=outside) if outside else config
     if not (drafting.drafts or options.asks_for_drafts):
-        _LOG.warning("%s has no NextN layers, so no tokens are drafted; a draft_model could", directory.name)
+        _LOG.warning(
+            "%s has no NextN layers, so no tokens are drafted; a head of draft_model could, and "
+            "suffix_drafts, which needs none",
+            directory.name,
+        )
         engine = engine.without_drafts()
     decoding = decoding_of(drafting, engine, on)
     least = options.group.least if options.group else int

@@ -100,7 +100,7 @@ class LLMOptions(EngineOptions):
     )
     mesh: "Mesh | None" = option(
         None,
-        "devices: a mesh of make_mesh, such as 1x8",
+        "devices, data x model, such as 1x8; in Python make_mesh(1, 8)",
         kind=object,
         unset="one device",
         metavar="DATAxMODEL",
@@ -137,8 +137,8 @@ class LLMOptions(EngineOptions):
     )
     sampling_defaults: SamplingDefaults = option(
         "model",
-        "temperature, top_p, top_k, min_p, repetition_penalty and most tokens of a chat unless a request "
-        "names them: the model's generation_config.json, or none of it",
+        "temperature, top-p, top-k, min-p, repetition penalty and most tokens of a chat unless a request "
+        "names them: of the model's generation_config.json, or none of it",
         choices=get_args(SamplingDefaults),
     )
     group: "Group | None" = option(

@@ -9,13 +9,15 @@ import io
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mtp_jax.api.model_folder import head_folder, model_folder
 from mtp_jax.commands import chat, checkpoints, compile, completion, generate, server
+from mtp_jax.commands.flags import log_in_flags
 from mtp_jax.commands.options import in_flags, random_weights, reporter
 from mtp_jax.commands.parser import Parser, Subparsers
 from mtp_jax.errors import ConfigError, MtpJaxError
@@ -66,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     """The process `mtp-jax`: it ends with the status of ``main``."""
+    log_in_flags(_flags)
     status = main()
     if status == INTERRUPTED:
         os._exit(status)  # Python would first wait for threads that compile, which cannot be interrupted
@@ -136,6 +139,13 @@ def _actions() -> list[argparse.Action]:
     """The arguments of all commands."""
     commands: Any = next(a.choices for a in make_parser()._actions if isinstance(a.choices, dict))
     return [a for parser in commands.values() for a in parser._actions]
+
+
+@cache
+def _flags() -> Mapping[str, str]:
+    """Flags of all commands by the names of their options."""
+    commands: Any = next(a.choices for a in make_parser()._actions if isinstance(a.choices, dict))
+    return {name: flag for parser in commands.values() for name, flag in parser.flags.items()}
 
 
 def _print_version(args: object) -> int:

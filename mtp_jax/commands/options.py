@@ -5,11 +5,9 @@ The parsed arguments lack options that are not given, so that the Python API alo
 
 import argparse
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mtp_jax.api.built import adopted
@@ -18,6 +16,7 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.api.progress import Reporter, Silent, Terminal
 from mtp_jax.api.sampling_defaults import described, sampling_defaults
 from mtp_jax.commands.check_model import check_model
+from mtp_jax.commands.flags import with_flags
 from mtp_jax.commands.parser import (
     Parser,
     acceptance,
@@ -65,11 +64,6 @@ _NOT_OF_CHATS = ("n", "logprobs", "prompt_logprobs", "stop_in_thoughts")
 _MOST_SLOTS = 8
 # The flag by which a group is joined.
 _OTHER_FLAGS = {"group": "--hosts"}
-_SWITCHED = re.compile(r"\b([a-z_]+) ?= ?(True|False)\b")
-# Not in a path, a quotation or code, nor with a value that no flag has.
-_NAME = re.compile(
-    r"(?<![\w/.'\"`-])([a-z]+(?:_[a-z]+)+)(?![\w/'\"`(=-]|\.\w| = (?:None|True|False)\b)( = )?"
-)
 
 
 class _Adds(Protocol):
@@ -173,30 +167,6 @@ def _flag(action: argparse.Action) -> str:
     return next(f for f in action.option_strings if f.startswith("--"))
 
 
-def with_flags(
-    message: str, flags: Mapping[str, str], switches: Mapping[tuple[str, str], str] = MappingProxyType({})
-) -> str:
-    """A message in the words of the command line: flags for ``page_size = 0`` and ``num_pages``.
-
-    A name of one word stands for an option only where a value follows it. flags: flags of the options that
-    have values, by name. switches: flags of the other options, by name and value.
-    """
-
-    def flag(match: re.Match[str]) -> str:
-        known = flags.get(match[1])
-        return match[0] if known is None or match[2] == "None" else f"{known} {match[2]}".rstrip()
-
-    def named(match: re.Match[str]) -> str:
-        known = flags.get(match[1])
-        return match[0] if known is None else known + (" " if match[2] else "")
-
-    message = re.sub(r"\b([a-z_]+)=(\w*)", flag, message)
-    told = re.sub(r"\b([a-z_]+) = (\S+)(?=; expected )", flag, message)
-    told = told if told == message else told.replace(" or None", "")
-    told = _SWITCHED.sub(lambda match: switches.get((match[1], match[2]), match[0]), told)
-    return _NAME.sub(named, told)
-
-
 def given(args: argparse.Namespace, cls: type) -> JsonObject:
     """The options of a dataclass that the command line has."""
     names = (name for name, about in declared(cls).items() if about.flag is not None and name in args)
@@ -260,7 +230,7 @@ def add_engine(
     quiet: the help of --quiet. serves: whether completions are not counted before the start. without: options
     that the command does not have.
     """
-    add_model(parser, "directory with config.json and weights, or a GGUF file (default: the demo model)")
+    add_model(parser, f"{declared(LLMOptions)['model'].help} (default: the demo model)")
     parser.add_config()
     usual = declared(LLMOptions)["max_num_seqs"].shown_default
     own = {} if serves else {"max_num_seqs": f"the number asked for, if below {_MOST_SLOTS}; else {usual}"}

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from mtp_jax.api.demo import path_of
 from mtp_jax.commands.configured import FLAG, configure, on_one_line
+from mtp_jax.commands.flags import names_as_flags
 from mtp_jax.foreign import advice, value_meant
 from mtp_jax.json_object import JsonObject
 
@@ -56,6 +57,20 @@ class Parser(argparse.ArgumentParser):
         flag = unknown.partition("=")[0]
         has = [name for name, other in self.siblings.items() if flag in other._option_string_actions]
         return advice(flag, self._option_string_actions, has) if flag else ""
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flag that gives an option a value, or turns it on, by the option's name."""
+        named = (a for a in self._actions if a.option_strings and (a.nargs != 0 or a.const is True))
+        return {a.dest: max(a.option_strings, key=len) for a in named}
+
+    def format_help(self) -> str:
+        """The help, in which options go by their flags."""
+        flags = self.flags
+        for action in self._actions:
+            if action.help is not None and action.help is not argparse.SUPPRESS:
+                action.help = names_as_flags(action.help, flags)
+        return super().format_help()
 
     def add_config(self) -> None:
         """Declare --config, and read options from the environment, too."""

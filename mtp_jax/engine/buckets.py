@@ -205,12 +205,14 @@ class Buckets:
     ) -> list[StepKey]:
         """Steps that take prompts along, beside windows or alone.
 
-        One request has nothing to run beside its prompt, and no structured step takes a prompt then.
+        One request has nothing to run beside its prompt, and no structured step takes a prompt then. Beside
+        windows the depth is none or the most, or the most alone where its program serves every depth.
         """
         beside = list[StepKey]()
         if windows and len(requests) > 1:
             slots, depths = max(k.slots for k in windows), sorted({k.depth for k in windows})
-            beside += [k for k in windows if k.slots == slots and k.depth in (depths[0], depths[-1])]
+            ends = depths[-1:] if self._any_depth else (depths[0], depths[-1])
+            beside += [k for k in windows if k.slots == slots and k.depth in ends]
         if all(k.mode.structured for k in beside):
             mode = SamplingMode(logprobs=_width(r.params.logprobs for r in requests))
             beside += [StepKey(0, 0, p, mode) for p in widths]

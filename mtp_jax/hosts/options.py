@@ -52,7 +52,12 @@ class Hosts(TlsFiles):
         metavar="FILE",
     )
     join_seconds: float = option(
-        300.0, "seconds for all ranks to come together at the start", low=0, above=True, high=86400
+        300.0,
+        "seconds for all ranks to come together at the start",
+        low=0,
+        above=True,
+        high=86400,
+        metavar="S",
     )
 
     def __post_init__(self) -> None:

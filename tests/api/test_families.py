@@ -155,7 +155,8 @@ def model(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 def test_a_folder_answers_without_drafts_and_says_so(model: Path, caplog: pytest.LogCaptureFixture):
     llm = LLM(model, **SIZES)
     assert [r.message for r in caplog.records] == [
-        f"{model.name} has no NextN layers, so no tokens are drafted; a draft_model could"
+        f"{model.name} has no NextN layers, so no tokens are drafted; a head of draft_model could, "
+        "and suffix_drafts, which needs none"
     ]
     assert llm.engine.config.num_speculative_tokens == 0
     (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))

@@ -16,7 +16,7 @@ import pytest
 
 import mtp_jax
 from mtp_jax.checkpoint import save_checkpoint
-from mtp_jax.commands import chat, cli, options
+from mtp_jax.commands import chat, cli, flags, options
 from tests import golden, tiny_tokenizer
 from tests.checkpoint.files import drop_nextn, edit_tensors
 from tests.models import TINY, tiny_params
@@ -143,16 +143,16 @@ def test_advice_is_in_the_words_of_the_shell(capsys, tmp_path):
     assert cli.main(["info", str(folder), "--num-nextn-layers", "0"]) == 0
     kept = "a=1, adaptive_depth=False, seed = 3, n=2, compile_cache=None"
     told = "a=1, adaptive_depth=False, seed = 3, --n 2, compile_cache=None"
-    assert options.with_flags(kept, {"n": "--n", "compile_cache": "--compile-cache"}) == told
+    assert flags.with_flags(kept, {"n": "--n", "compile_cache": "--compile-cache"}) == told
     kept = (
         "num_pages = 'a b', raise num_pages or memory_fraction. num_pages = None; /x/num_pages, 'num_pages'"
     )
     told = (
         "--num-pages 'a b', raise --num-pages or memory_fraction. num_pages = None; /x/num_pages, 'num_pages'"
     )
-    assert options.with_flags(kept, {"num_pages": "--num-pages"}) == told
+    assert flags.with_flags(kept, {"num_pages": "--num-pages"}) == told
     kept, switches = "a_b=True, or a_b = False", {("a_b", "True"): "--a-b"}
-    assert options.with_flags(kept, {}, switches) == "--a-b, or a_b = False"
+    assert flags.with_flags(kept, {}, switches) == "--a-b, or a_b = False"
     assert cli.main(["generate", str(folder), "-p", "x", "--max-tokens", "0"]) == 2
     error = "error: --max-tokens 0; expected an integer from 1 to 2147483647\n"
     assert capsys.readouterr().err == error

@@ -2,8 +2,11 @@
 
 import functools
 import io
+import logging
+import re
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ from mtp_jax.api.options import LLMOptions
 from mtp_jax.cluster.handover.options import HandoverOptions
 from mtp_jax.cluster.on_ray.options import RayOptions
 from mtp_jax.commands import cli, options
+from mtp_jax.commands.flags import log_in_flags
+from mtp_jax.commands.parser import Parser
 from mtp_jax.errors import RequestError
 from mtp_jax.hosts.options import Hosts
 from mtp_jax.options import declared
@@ -403,3 +408,34 @@ def test_sampling_that_was_given_is_not_said_to_be_the_models(capsys):
     usual, given = capsys.readouterr().err.splitlines()
     assert "temperature 0.3 unless given" in usual
     assert "temperature" not in given
+
+
+def commands() -> Iterator[tuple[str, Parser]]:
+    """Every command and command of a command, by its whole name."""
+    waiting = [("", cli.make_parser())]
+    while waiting:
+        name, parser = waiting.pop()
+        choices = next((a.choices for a in parser._actions if isinstance(a.choices, dict)), {})
+        waiting += [(f"{name} {word}".strip(), sub) for word, sub in choices.items()]
+        yield name, parser
+
+
+def test_help_names_flags_and_readable_placeholders():
+    for name, parser in commands():
+        told = parser.format_help()
+        named = [a for a in parser.flags if "_" in a and re.search(rf"(?<![\w.{{]){a}\b(?!\.\w)", told)]
+        assert not named, name
+        with_values = [a for a in parser._actions if a.option_strings and a.nargs != 0]
+        unnamed = [a for a in with_values if not (a.choices or a.metavar) and "_" in a.dest]
+        assert not unnamed, (name, unnamed)
+
+
+def test_the_log_names_flags(caplog):
+    before = logging.getLogRecordFactory()
+    try:
+        log_in_flags(lambda: {"draft_model": "--draft-model"})
+        logging.getLogger("mtp_jax.api").warning("%s of draft_model", "a head")
+        logging.getLogger("other").warning("draft_model")
+    finally:
+        logging.setLogRecordFactory(before)
+    assert caplog.messages == ["a head of --draft-model", "draft_model"]

@@ -227,6 +227,14 @@ def test_chunks_that_requests_need(lengths, slots, shapes):
     assert {k.slots for k in keys} == {slots}
 
 
+@pytest.mark.parametrize(("traits", "depths"), [(Traits(), {3}), (UNROLLED, {0, 3})])
+def test_prompts_go_along_at_the_most_drafts_where_that_serves_every_depth(traits, depths):
+    requests = [replace(r, fixed_depth=False) for r in waiting(9, 9)]
+    keys = Buckets(CONFIG, traits=traits).prepare(requests)
+    assert {k.depth for k in chunks_of(keys)} == depths
+    assert {k.depth for k in steps_of(keys)} >= {0, 3}
+
+
 def test_who_wants_one_token_needs_no_step():
     """It comes with the last chunk of the prompt."""
     several = [replace(r, max_tokens=1) for r in waiting(9, 60)]
