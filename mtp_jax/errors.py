@@ -23,7 +23,15 @@ class CheckpointError(MtpJaxError, ValueError):
 
 
 class RequestError(MtpJaxError, ValueError):
-    """A prompt or sampling option that cannot be served."""
+    """A prompt or sampling option that cannot be served.
+
+    Attributes:
+        option: name of the option at fault, or "prompt"; None where it is not one of them alone.
+    """
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 class SchemaError(RequestError):
@@ -38,7 +46,8 @@ class SchemaError(RequestError):
 
     def __init__(self, place: Sequence[str], keyword: str, why: str, tool: str | None = None) -> None:
         self.place, self.keyword, self.why, self.tool = tuple(place), keyword, why, tool
-        super().__init__(self.at("the schema" if tool is None else f"the tool {tool!r}: parameters"))
+        where = "the schema" if tool is None else f"the tool {tool!r}: parameters"
+        super().__init__(self.at(where), None if tool is None else "tools")
 
     def at(self, root: str) -> str:
         """The message where the schema stands at this path of a request."""
@@ -62,7 +71,8 @@ class PromptTooLong(RequestError):
         """tokens: number of the prompt's tokens. most: number that a prompt may have. change: advice."""
         super().__init__(
             f"prompt is too long: {tokens} tokens > {most} maximum. This model's maximum context length is "
-            f"{most + 1} tokens, one of them for an answer; {change}"
+            f"{most + 1} tokens, one of them for an answer; {change}",
+            "prompt",
         )
 
 

@@ -70,7 +70,7 @@ class Admission:
         Raises Overloaded when the queue is full, RequestError when it is too small.
         """
         if requests > self.max_requests:
-            raise RequestError(f"n = {requests}; the queue takes {self.max_requests} requests at most")
+            raise RequestError(f"n = {requests}; the queue takes {self.max_requests} requests at most", "n")
         with self._lock:
             if refusal := self._full(requests):
                 raise refusal

@@ -88,7 +88,7 @@ class Submissions:
         if not isinstance(name, str):
             raise RequestError(f"request_id = {name!r:.80}; expected a string, or None")
         if name in self._streams:
-            raise RequestError(f"the request_id (rid) {name!r} is in use; give another, or none")
+            raise RequestError(f"the request_id (rid) {name!r} is in use; give another, or none", "rid")
         return name
 
     def _end(self, state: PromptState) -> None:

@@ -203,7 +203,8 @@ class SamplingParams:
                 object.__setattr__(self, name, none)
         check(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
+            message = f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}"
+            raise RequestError(message, "min_tokens")
         self._check_end()
         self._check_tokens()
 
@@ -224,13 +225,15 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         self._freeze("stop_token_ids", Integral, "integers")
         if self.allowed_token_ids is not None:
-            self._freeze("allowed_token_ids", Integral, "integers")
+            self._freeze(name := "allowed_token_ids", Integral, "integers")
             if not self.allowed_token_ids:
-                raise RequestError("allowed_token_ids is empty; name at least one token, or leave it out")
+                raise RequestError(
+                    "allowed_token_ids is empty; name at least one token, or leave it out", name
+                )
         self._freeze("bad_words", str, "strings")
         halves = range(0xD800, 0xE000)  # of characters: no token holds a lone one
         if wrong := [w for w in self.bad_words if not w.strip() or any(ord(c) in halves for c in w)]:
-            raise RequestError(f"bad_words holds {wrong[0]!a:.80}; expected words")
+            raise RequestError(f"bad_words holds {wrong[0]!a:.80}; expected words", "bad_words")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change the original

@@ -183,7 +183,8 @@ class InputProcessor:
         if needed > self.pages:
             raise RequestError(
                 f"the request needs {needed} cache pages, the engine has {self.pages}; lower max_tokens or "
-                "raise num_pages"
+                "raise num_pages",
+                "max_tokens",
             )
         return max_tokens
 
@@ -250,7 +251,8 @@ class InputProcessor:
         closes, thoughts = grammars.backend.token_to_id(Thoughts.CLOSE), grammars.thoughts
         if closes is None:
             raise RequestError(
-                f"max_thinking_tokens = {most}, but {Thoughts.CLOSE} is no token of this model; leave it out"
+                f"max_thinking_tokens = {most}, but {Thoughts.CLOSE} is no token of this model; leave it out",
+                "max_thinking_tokens",
             )
         inside, only = grammars.thinks(prompt), p.allowed_token_ids
         thinks = inside or only is None or grammars.backend.token_to_id(Thoughts.OPEN) in only
@@ -258,7 +260,8 @@ class InputProcessor:
         if thinks and (never or [closes] in bad_words(p.bad_words, grammars.encode)):
             raise RequestError(
                 f"max_thinking_tokens = {most} forces {Thoughts.CLOSE}, token {closes}, which "
-                f"{'allowed_token_ids' if never else 'bad_words'} leaves out; change one of them"
+                f"{'allowed_token_ids' if never else 'bad_words'} leaves out; change one of them",
+                "max_thinking_tokens",
             )
         return ThinkingBudget(most, closes, thoughts, inside, grammars.text)
 
@@ -270,9 +273,9 @@ def checked_ids(prompt: Iterable[int], vocab: int) -> tuple[int, ...]:
     except TypeError as e:
         raise RequestError(f"a prompt is a list of token ids, not {prompt!r}") from e
     ids = tuple(map(_token_id, given))
-    _check_ids("the prompt", ids, vocab)
+    _check_ids("prompt", ids, vocab)
     if not ids:
-        raise RequestError("the prompt is empty; give at least one token")
+        raise RequestError("the prompt is empty; give at least one token", "prompt")
     return ids
 
 
@@ -302,7 +305,9 @@ def _check_terms(terms: Terms) -> None:
     """Raises RequestError."""
     timeout, priority = terms.get("timeout"), terms.get("priority", 0)
     if timeout is not None and not (isinstance(timeout, Real) and 0 < timeout <= _LONGEST_TIMEOUT):
-        raise RequestError(f"timeout = {timeout!r}; expected seconds above 0, at most {_LONGEST_TIMEOUT}")
+        raise RequestError(
+            f"timeout = {timeout!r}; expected seconds above 0, at most {_LONGEST_TIMEOUT}", "timeout"
+        )
     if not isinstance(priority, int):
         raise RequestError(f"priority = {priority!r}; expected an integer, lower ones first")
     salt = terms.get("cache_salt", "")
@@ -312,7 +317,8 @@ def _check_terms(terms: Terms) -> None:
         raise RequestError(f"cache_salt = {salt!r}; expected a string that UTF-8 can hold") from e
 
 
-def _check_ids(what: str, ids: Iterable[int], vocab: int) -> None:
+def _check_ids(option: str, ids: Iterable[int], vocab: int) -> None:
     wrong = next((t for t in ids if not 0 <= t < vocab), None)
     if wrong is not None:
-        raise RequestError(f"{what} names token {wrong}; expected ids from 0 to {vocab - 1}")
+        name = "the prompt" if option == "prompt" else option
+        raise RequestError(f"{name} names token {wrong}; expected ids from 0 to {vocab - 1}", option)

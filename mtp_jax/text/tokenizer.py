@@ -206,7 +206,8 @@ class Tokenizer:
             Overloaded: the machine is too busy to render it.
         """
         if taken := sorted(OWN_VARIABLES.intersection(kwargs)):
-            raise RequestError(f"chat template variables {taken} are set here; leave them out")
+            message = f"chat template variables {taken} are set here; leave them out"
+            raise RequestError(message, "chat_template_kwargs")
         source = self._template.source(with_tools=tools is not None)
         messages = with_texts(messages)
         messages = _with_end_marked(messages) if continue_final_message else messages
@@ -289,7 +290,9 @@ def _with_end_marked(messages: Sequence[JsonMapping]) -> list[JsonMapping]:
     before, last = messages[:-1], messages[-1] if messages else {}
     text = last.get("content")
     if not isinstance(text, str) or not text.strip():
-        raise RequestError("continue_final_message: the last message has no text; leave it out")
+        raise RequestError(
+            "continue_final_message: the last message has no text; leave it out", "continue_final_message"
+        )
     return [*before, {**last, "content": text + _END}]
 
 

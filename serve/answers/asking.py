@@ -63,7 +63,8 @@ class ChatPrompt:
         if self._settings.strict and other:
             raise RequestError(
                 f"{other:.80}: this model's chat template reads {', '.join(sorted(reads)) or 'no variable'}; "
-                "leave it out"
+                "leave it out",
+                "chat_template_kwargs",
             )
         for name in self._settings.chat_template_kwargs.keys() - reads:
             tell(f"--chat-template-kwargs {name}")

@@ -45,7 +45,8 @@ def check_room(server: Server, counts: Sequence[int]) -> None:
     if wanted > most:
         n = "/".join(map(str, sorted({*counts})))
         prompts = f"{len(counts)} prompts" if counts[1:] else "a prompt"
-        raise RequestError(f"{prompts} of n = {n}, {wanted} requests in all; the queue takes {most}")
+        message = f"{prompts} of n = {n}, {wanted} requests in all; the queue takes {most}"
+        raise RequestError(message, "n")
 
 
 async def submit(

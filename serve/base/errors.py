@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -30,6 +31,23 @@ _SHOWN_CHARACTERS = 60
 _MOST_CHARACTERS = 2000  # of a message
 _TOO_LONG = "context_length_exceeded"
 _ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /metrics"
+_CLOSE = 0.85  # ratio of difflib from which on an unknown path counts as a misspelt one
+# Routes of other servers, and the reasons why they are not here.
+_ABSENT = (
+    (
+        re.compile(
+            r"(/v\d+)?/(embed|moderation|image|audio|video|realtime|(re)?rank|score|pooling|classify)"
+        ),
+        "this server generates text, and has no such function",
+    ),
+    (
+        re.compile(
+            r"(/v\d+)?/(file|upload|conversation|batch|fine_tuning|assistant|thread|vector_store|container|"
+            r"eval|responses/|chat/completions/|messages/batches)"
+        ),
+        "this server stores nothing",
+    ),
+)
 # Replacements for pydantic's messages that speak of Python or of its own classes.
 _WORDS: dict[str, str] = {
     **dict.fromkeys(("dict_type", "model_type"), "Input should be an object"),
@@ -43,6 +61,13 @@ _KINDS = {
     408: "timeout_error",
 }
 
+# Fields of routes that stand for options of another name.
+_FIELDS = {
+    "/v1/chat/completions": {"prompt": "messages"},
+    "/v1/messages": {"prompt": "messages"},
+    "/v1/responses": {"prompt": "input", "max_tokens": "max_output_tokens"},
+    "/generate": {"prompt": "text"},
+}
 _ANTHROPIC_KINDS = {413: "request_too_large", 503: "overloaded_error", 500: "api_error"}
 
 
@@ -90,8 +115,11 @@ class ApiError(Exception):
         return JsonAnswer(body, self.status, self.headers)
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Convert any exception; an exception that the client did not cause is logged, and its text hidden."""
+def as_api_error(error: Exception, path: str = "") -> ApiError:
+    """Convert any exception; an exception that the client did not cause is logged, and its text hidden.
+
+    path: the route's, which decides the name of an option.
+    """
     match error:
         case ApiError():
             return error
@@ -104,9 +132,9 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="unavailable", headers=_retry(1) | {"Connection": "close"})
         case PromptTooLong():
             # OpenAI's package prints the message alone, in which langchain looks for the code.
-            return ApiError(400, f"{error} ({_TOO_LONG})", code=_TOO_LONG)
+            return ApiError(400, f"{error} ({_TOO_LONG})", _named(error, path), _TOO_LONG)
         case RequestError():
-            return ApiError(400, str(error))
+            return ApiError(400, str(error), _named(error, path))
         case MtpJaxError():
             _LOG.error("%s", error)
         case _:
@@ -118,9 +146,14 @@ async def respond(request: Request, error: Exception) -> Response:
     """Starlette's exception handler."""
     if isinstance(error, HTTPException):
         error = _of_routing(request, error)
-    answer = as_api_error(error)
+    answer = as_api_error(error, request.url.path)
     record_of(request.scope).error = answer.message
     return answer.response(request.url.path)
+
+
+def _named(error: RequestError, path: str) -> str | None:
+    """The name of the field at fault, as the route has it."""
+    return _FIELDS.get(path, {}).get(error.option or "", error.option)
 
 
 def _retry(seconds: float) -> dict[str, str]:
@@ -131,9 +164,15 @@ def _of_routing(request: Request, error: HTTPException) -> ApiError:
     """The error for an unknown path, or for a method that the path does not allow."""
     path = request.url.path[:_SHOWN_CHARACTERS]
     if error.status_code == 404:
-        close = get_close_matches(path, [route.path for route in request.app.routes], 1)
-        message = f"there is no {path} here; "
-        message += f"do you mean {close[0]}?" if close else f"try {_ROUTES}, or /openapi.json, which has all"
+        open_routes = [r.path for r in request.app.state.routes if r.access not in ("admin", "page")]
+        close = get_close_matches(path, open_routes, 1, _CLOSE)
+        message = f"there is no {path} here"
+        if absent := next((why for start, why in _ABSENT if start.match(path)), None):
+            message += f": {absent}"
+        else:
+            message += (
+                f"; do you mean {close[0]}?" if close else f"; try {_ROUTES}, or /openapi.json, which has all"
+            )
     else:
         message = f"{path} takes {(error.headers or {}).get('Allow')}, not {request.method}"
     return ApiError(error.status_code, message, headers=error.headers)

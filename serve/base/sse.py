@@ -60,7 +60,7 @@ class EventStream(Response):
                         if chunk:
                             await send_part(chunk)
             except Exception as error:
-                told = as_api_error(error)
+                told = as_api_error(error, scope.get("path", ""))
                 record_of(scope).error = told.message
                 await send_part(self._error(told))
         await send({"type": "http.response.body", "body": self._done, "more_body": False})

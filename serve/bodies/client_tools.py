@@ -56,7 +56,9 @@ class ClientTools:
             name = self._names.get(identity)
             if name is None:
                 if len(self._names) == MOST_TOOLS:
-                    raise RequestError(f"tools: at most {MOST_TOOLS} are allowed together; send fewer")
+                    raise RequestError(
+                        f"tools: at most {MOST_TOOLS} are allowed together; send fewer", "tools"
+                    )
                 name = next(n for n in _candidates(identity, numbers) if n not in self._identities)
                 self._names[identity], self._identities[name] = name, identity
                 self._within[identity.namespace].append(name)

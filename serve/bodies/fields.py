@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     AliasChoices,
@@ -146,8 +146,28 @@ def _names(kind: type[BaseModel]) -> tuple[str, ...]:
     return tuple(kind.model_fields)
 
 
+def _holds_int(annotation: object) -> bool:
+    return annotation is int or any(map(_holds_int, get_args(annotation)))
+
+
+@cache
+def _integers(kind: type[BaseModel]) -> frozenset[str]:
+    """The names under which a client may send an integer."""
+    return frozenset(
+        name
+        for field_name, field in kind.model_fields.items()
+        if _holds_int(field.annotation)
+        for name in (field_name, *_aliases(field))
+    )
+
+
+def _aliases(field: FieldInfo) -> list[str]:
+    choices = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else ()
+    return [name for name in choices if isinstance(name, str)]
+
+
 class Body(BaseModel):
-    """A JSON object; unknown fields are kept for a warning.
+    """A JSON object; unknown fields are kept for a warning. An integer may be written 5.0, as JSON has it.
 
     Attributes:
         without_effect: fields that clients send and that do not change an answer here; they cause no warning.
@@ -160,9 +180,13 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _counted(cls, value: object, info: ValidationInfo) -> object:
-        """Count an object of a request; a conversion of bodies has no count."""
+        """Count an object of a request, and read its integers; a conversion of bodies needs neither."""
         if isinstance(info.context, Objects) and isinstance(value, dict):
             info.context.add(value, len(_names(cls)))
+            for name in _integers(cls) & value.keys():
+                number = value[name]
+                if isinstance(number, float) and number.is_integer():
+                    value[name] = int(number)
         return value
 
     def unknown(self, prefix: str = "") -> Iterator[str]:
@@ -179,9 +203,7 @@ class Body(BaseModel):
 
 def all_names(kind: type[BaseModel]) -> set[str]:
     """The names of a body's fields, under which a client may send them."""
-    aliases = (field.validation_alias for field in kind.model_fields.values())
-    others = [alias.choices for alias in aliases if isinstance(alias, AliasChoices)]
-    return {*kind.model_fields, *(name for names in others for name in names if isinstance(name, str))}
+    return {*kind.model_fields, *(name for field in kind.model_fields.values() for name in _aliases(field))}
 
 
 class StreamOptions(Body):

@@ -124,7 +124,7 @@ def client_tools(tools: Iterable[Tool], changes: Iterable[ToolChange]) -> Client
     found = [entry for tool in tools if not isinstance(tool, OtherTool) for entry in tool.entries()]
     identities = [identity for identity, _ in found]
     if double := next((name for name, count in Counter(identities).items() if count > 1), None):
-        raise RequestError(f"tools: the name {double.name!r} is there twice; give each tool its own")
+        raise RequestError(f"tools: the name {double.name!r} is there twice; give each tool its own", "tools")
     new: dict[Identity, JsonObject] = {}
     gone: set[str | None] = set()
     for change in changes:

@@ -77,6 +77,9 @@ def _checked(data: bytes, kinds: Sequence[type[_Body]]) -> _Body:
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object")
     kind = next((kind for kind in kinds if _required(kind) <= value.keys()), kinds[-1])
+    if len(kinds) > 1 and not _required(kind) <= value.keys():
+        *_, last = names = [name for kind in kinds for name in sorted(_required(kind))]
+        raise ApiError(400, f"{' or '.join(names)}: one of these fields is required; add it", last)
     return kind.model_validate(value, context=Objects())
 
 

@@ -294,7 +294,7 @@ class ResponsesBody(CallBody, Switches):
     metadata: JsonObject | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Name], Field(fail_fast=True)] | None = None
-    # Without effect here; the answer repeats them.
+    # Fields without effect here, which the answer repeats.
     max_tool_calls: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     prompt_cache_key: Text | None = None
     safety_identifier: Text | None = None

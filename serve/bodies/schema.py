@@ -167,7 +167,9 @@ class Sampling(Refusing):
         if kind is not None and kind.type == "text":
             kind = None
         if kind is not None and own is not None:
-            raise RequestError("give either response_format or structured_outputs, not both")
+            raise RequestError(
+                "give either response_format or structured_outputs, not both", "response_format"
+            )
         if kind is not None:
             if kind.tags:
                 return StructuredOutput(structural_tag=kind.tags)

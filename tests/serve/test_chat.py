@@ -121,7 +121,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         ({"continue_final_message": True}, "continue_final_message", "must be the assistant's"),
         (
             {"messages": [{"role": "assistant"}], "continue_final_message": True},
-            None,
+            "continue_final_message",
             "the last message has no text",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs = true"),

@@ -350,9 +350,9 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         ),
         ({"logit_bias": []}, "logit_bias", "logit_bias: Input should be an object; got []"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty", "greater than or equal to 0.01"),
-        ({"logit_bias": {"100000": 1}}, None, "logit_bias names token 100000"),
-        ({"prompt": [7, 1000]}, None, "token 1000"),
-        ({"min_tokens": 30}, None, "above max_tokens"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias", "logit_bias names token 100000"),
+        ({"prompt": [7, 1000]}, "prompt", "token 1000"),
+        ({"min_tokens": 30}, "min_tokens", "above max_tokens"),
         ({"speculative": {"suffix": True}}, None, "built without them"),
         ({"speculative": {"max_tokens": 9}}, "speculative", "max_tokens = 9; this server drafts at most 3"),
         ({"speculative": {"max_tokens": 32}}, "speculative", f"less than or equal to {MAX_DRAFTS}; got 32"),
@@ -385,7 +385,7 @@ def test_long_lists_of_scores_are_made_beside_the_event_loop(server, stream, mon
         ({"stop": 5}, "stop", "stop: Input should be a string or a list of strings; got 5"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            None,
+            "response_format",
             "not both",
         ),
     ],
@@ -395,6 +395,15 @@ def test_wrong_options_say_what_to_change(client, body, param, says):
     assert says in error["message"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+def test_an_integer_may_be_written_as_json_has_it(client):
+    body = {"max_tokens": 5.0, "seed": 7.0, "speculative": {"max_tokens": 2.0}}
+    assert post(client, **{**GREEDY, **body})["usage"]["completion_tokens"] == 5
+    assert (
+        "max_tokens: Input should be a valid integer" in post(client, 400, max_tokens=5.5)["error"]["message"]
+    )
+    assert post(client, 400, n=True)["error"]["param"] == "n"
 
 
 def test_another_model_does_not_exist(client):

@@ -36,6 +36,7 @@ def test_clients_see_that_a_prompt_is_too_long(client, path, tokens):
     assert "shorten the prompt" in says
     if path != "/v1/messages":
         assert error["code"] == "context_length_exceeded"
+        assert [error["param"]] == [*ROUTES[path]]
 
 
 CALL: dict[str, Any] = {  # of at least 100 characters, which are tokens

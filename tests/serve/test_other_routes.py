@@ -159,7 +159,9 @@ def test_tokenize_and_detokenize(client):
     assert client.post("/detokenize", json={"tokens": chat["tokens"]}).json() == {
         "prompt": "user: hi\nassistant:"
     }
-    assert client.post("/tokenize", json={"neither": 1}).status_code == 400
+    neither = client.post("/tokenize", json={"text": "abc"})
+    assert neither.status_code == 400
+    assert "messages or prompt: one of these fields is required" in neither.json()["error"]["message"]
     unknown = client.post("/detokenize", json={"tokens": [68, 160]})
     assert unknown.status_code == 400
     assert unknown.json()["error"]["message"] == "tokens has token 160; expected ids from 0 to 159"
@@ -212,6 +214,12 @@ def test_unknown_routes_and_methods_are_openai_errors(client):
     assert unknown["type"] == "not_found_error"
     assert "no /zzz here" in unknown["message"]
     assert "; try /v1/chat/completions, " in unknown["message"]
+    for path in ("/v1/embeddings", "/v1/images/generations", "/rerank", "/v1/audio/speech"):
+        says = client.post(path).json()["error"]["message"]
+        assert says == f"there is no {path} here: this server generates text, and has no such function"
+    for path in ("/v1/responses/resp_1", "/v1/files", "/v1/conversations/a/items"):
+        assert "here: this server stores nothing" in client.get(path).json()["error"]["message"]
+    assert "do you mean" not in client.post("/pause_generations").text  # a route of the operator
     wrong = client.get("/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"]["message"] == "/v1/completions takes POST, not GET"

@@ -55,16 +55,19 @@ class ToolUse:
         names = [tool.name for tool in tools]
         double = next((n for n, count in Counter(names).items() if count > 1), None)
         if double is not None:
-            raise RequestError(f"tools: the name {double!r} is there twice; give each tool its own")
+            raise RequestError(f"tools: the name {double!r} is there twice; give each tool its own", "tools")
         forced = choice in ("required", "named")
         if forced and not tools:
-            raise RequestError("tool_choice: asks for a call, and there are no tools; give some")
+            raise RequestError(
+                "tool_choice: asks for a call, and there are no tools; give some", "tool_choice"
+            )
         if choice == "none" or not tools:
             return None
         if choice == "named":
             tools, several = [tool for tool in tools if tool.name == name], False
             if not tools:
-                raise RequestError(f"tool_choice: {name!r} is not among the tools {', '.join(names)}")
+                message = f"tool_choice: {name!r} is not among the tools {', '.join(names)}"
+                raise RequestError(message, "tool_choice")
         return cls(format_named(form), tuple(tools), forced, several, also or {})
 
     def parser(self) -> ToolParser:

@@ -43,10 +43,11 @@ class ToolGrammar:
     def _of(self, tools: Sequence[Tool], thinking: bool) -> str:
         try:
             return call_grammar(self.form, tools, self.vocabulary, replace(self.asked, thinking=thinking))
-        except RequestError:
+        except RequestError as e:
+            e.option = e.option or "tools"
             raise
         except (TypeError, ValueError, OverflowError, RecursionError) as e:  # of a schema that is none
-            raise RequestError(f"the schemas of the tools are not valid: {e}") from e
+            raise RequestError(f"the schemas of the tools are not valid: {e}", "tools") from e
 
     def _mended(self, tool: Tool) -> Tool:
         fault = self._fault(tool)
