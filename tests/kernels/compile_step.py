@@ -85,7 +85,7 @@ LOADS = {
 }
 DENSE = LOADS[""]
 # Formats of DeepSeek-V4's experts, by the name of the program.
-V4 = {"v4_one": "fp8"}
+V4 = {"v4_one": "fp8", "v4_fp4_one": "fp4"}
 # Layers of DeepSeek-V3 that have a cache: its trunk's, and NextN.
 WHOLE = 61 + 1
 
