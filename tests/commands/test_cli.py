@@ -125,7 +125,7 @@ def test_json(run_weights, model):
     assert result["speculation"]["steps"] == len(accepted)
     assert result["speculation"]["accepted_per_position"] == [sum(a > i for a in accepted) for i in range(3)]
     assert 0 < result["seconds"]["first_token"] < result["seconds"]["finished"]
-    assert "24 tokens of 1 completions" in err
+    assert "24 tokens of 1 completion in" in err
 
 
 SCORES = ["--token-ids", IDS, "--max-tokens", 24, "--logprobs", 2, "--prompt-logprobs", 1, "-q", *SIZES]
@@ -317,7 +317,7 @@ def test_failed_completions_are_told_and_the_status(run, model, monkeypatch):
     monkeypatch.setattr(LLM, "_outputs", failing)
     status, _, err = run("generate", model, "-p", "def f", "--max-tokens", 4, "-q", *SIZES)
     assert status == 1
-    assert err.startswith("error: 1 of 1 completions failed: ")
+    assert err.startswith("error: 1 of 1 completion failed: ")
 
 
 def test_compare_prefills_in_every_run(run, model, monkeypatch):

@@ -102,7 +102,7 @@ def test_the_summary_names_what_is_served(server: Running, real: Running, model:
     monkeypatch.setattr(server.allm.llm, "folders", (model, Path("tuned/head")))
     own = summary(server.allm, server.settings, server.url)
     assert "\ndrafts    1 NextN layer of tuned/head, depth 3\n" in own
-    assert re.search(r"cache +[\d,]+ tokens", text)
+    assert re.search(r"cache +room for [\d,]+ tokens: [\d.]+ requests of the longest, [\d,]+ tokens; ", text)
     assert re.search(
         r"\nsizes +[\d,]+ tokens of a request \(.*\), \d+ slots, chunks of \d+, .*pages of ", text
     )
