@@ -1,6 +1,6 @@
 """The functions that a model calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax.numpy as jnp
@@ -24,9 +24,8 @@ def fp8_matmul(
     w_scale: Float[Array, "n k"],
     *,
     implementation: Implementation,
-    summed: bool = True,
     interpret: Interpreter | None = None,
-) -> Float[Array, "T N"] | Float[Array, "s M N"]:
+) -> Float[Array, "T N"]:
     """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
 
     Args:
@@ -34,25 +33,50 @@ def fp8_matmul(
         w: e4m3, output features first; N a multiple of 64, K of 128.
         w_scale: float32 scales of 128x128 blocks, the last blocks perhaps partial.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
-        summed: False leaves the parts of K that the kernel sums apart to the reader, and the rows that fill
-            whole tiles: it spares two launches.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        bfloat16; if parts are not summed [s, M, N], float32 if there are several, M whole tiles of rows.
+        bfloat16.
 
     Raises:
         ValueError: inputs that the kernel cannot take.
     """
     check(x, w, 64)
     count = x.shape[0]
-    tile = choose_tile(count, w.shape[0], w.shape[1])
+    tile = choose_tile(count, w.shape[1], w.shape[0])
     rows = _quantised(x, tile)
-    product = _product(implementation, tile, interpret, summed)
-    (y,) = product(rows.values, w[None], rows.scale, w_scale[None])
-    if summed:
-        return y[:count].astype(jnp.bfloat16)
-    return y if y.ndim == 3 else y.astype(jnp.bfloat16)[None]
+    (y,) = _product(implementation, tile, interpret)(rows.values, w[None], rows.scale, w_scale[None])
+    return y[:count].astype(jnp.bfloat16)
+
+
+def fp8_parts(
+    x: Float[Array, "T K"] | Quantised,
+    weights: Sequence[tuple[Float[Array, "_ K"], Float[Array, "_ k"]]],
+    *,
+    implementation: Implementation,
+    interpret: Interpreter | None = None,
+) -> list[Float[Array, "s M _"]]:
+    """``fp8_matmul`` of each weight and its scales, for a reader that sums: two launches fewer.
+
+    One launch multiplies all weights where it takes no longer.
+
+    Returns:
+        The parts of K that a kernel sums apart, float32 if there are several, else bfloat16; M whole tiles of
+        rows.
+    """
+    for w, _ in weights:
+        check(x, w, 64)
+    count, terms, each = x.shape[0], x.shape[1], [w.shape[0] for w, _ in weights]
+    if len(each) > 1 and not one_launch(count, terms, *each):
+        apart = partial(fp8_parts, x, implementation=implementation, interpret=interpret)
+        return [y for own in weights for y in apart([own])]
+    tile = choose_tile(count, terms, *each)
+    rows = _quantised(x, tile)
+    ws, scales = zip(*((w[None], scale[None]) for w, scale in weights), strict=True)
+    if len(each) == 1:
+        (ws,), (scales,) = ws, scales
+    out = _product(implementation, tile, interpret, summed=False)(rows.values, ws, rows.scale, scales)
+    return [y if y.ndim == 3 else y.astype(jnp.bfloat16)[None] for y in out]
 
 
 def fp8_mlp(
@@ -79,32 +103,45 @@ def fp8_mlp(
         hidden, scale = mosaic_gpu.fp8_gated(*given, tile=gated, limit=limit)
     else:
         hidden, scale = reference.fp8_matmul(*given, limit)
-    tile = choose_tile(count, *down.shape)
+    tile = choose_tile(count, down.shape[1], down.shape[0])
     (y,) = _product(implementation, tile)(hidden, down[None], scale, down_scale[None])
     return y[:count].astype(jnp.bfloat16)
 
 
-def choose_tile(rows: int, columns: int, terms: int) -> Tile:
+def one_launch(rows: int, terms: int, *columns: int) -> bool:
+    """Whether products with several weights end no later in one launch, its start left out."""
+
+    def cost(*columns: int) -> int:
+        return _cost(choose_tile(rows, terms, *columns), rows, terms, *columns)[0]
+
+    return cost(*columns) <= sum(map(cost, columns))
+
+
+def choose_tile(rows: int, terms: int, *columns: int) -> Tile:
     """Choose the tile with which a product ends soonest, by the rows of operands that a thread block loads.
 
     Parts of K are written and read again as float32, so more parts keep more of the GPU busy at that cost.
+
+    columns: output features of each weight.
     """
     splits = [n for n in range(1, 17) if terms // BLOCK % n == 0]
-
-    def cost(tile: Tile) -> tuple[int, int]:
-        pair = tile.pair
-        tiles = -(-rows // tile.rows) * (columns // tile.columns) * tile.splits
-        waves = -(-tiles * pair // PROCESSORS)
-        partial_sums = tile.rows // pair * tile.columns * 8 // BLOCK if tile.splits > 1 else 0
-        loaded = tile.rows // pair + tile.columns // pair
-        return waves * (terms // BLOCK // tile.splits * loaded + partial_sums + _START), tile.splits
-
     if rows <= 64:
         tiles = [Tile(64, n, splits=s) for n in (256, 128, 64) for s in splits]
     else:
         heights = (128,) if whole_tiles(rows) % 256 else (128, 256)
         tiles = [Tile(h, n, splits=s) for h in heights for n in (128, 64) for s in splits]
-    return min((tile for tile in tiles if columns % tile.columns == 0), key=cost)
+    fitting = (tile for tile in tiles if not any(n % tile.columns for n in columns))
+    return min(fitting, key=lambda tile: _cost(tile, rows, terms, *columns))
+
+
+def _cost(tile: Tile, rows: int, terms: int, *columns: int) -> tuple[int, int]:
+    """Rows of operands that the busiest multiprocessor loads, and the number of parts."""
+    pair = tile.pair
+    tiles = -(-rows // tile.rows) * (sum(columns) // tile.columns) * tile.splits
+    waves = -(-tiles * pair // PROCESSORS)
+    partial_sums = tile.rows // pair * tile.columns * 8 // BLOCK if tile.splits > 1 else 0
+    loaded = tile.rows // pair + tile.columns // pair
+    return waves * (terms // BLOCK // tile.splits * loaded + partial_sums + _START), tile.splits
 
 
 def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:

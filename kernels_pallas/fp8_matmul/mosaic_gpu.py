@@ -1,5 +1,6 @@
 """The grouped products of kernels_pallas.grouped_matmul with a single group, and the sum of splits."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -13,19 +14,19 @@ from kernels_pallas.mosaic import Interpreter
 
 def fp8_matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "1 N K"],
+    w: Float[Array, "1 N K"] | tuple[Float[Array, "1 _ K"], ...],
     x_scale: Float[Array, "k M"],
-    w_scale: Float[Array, "1 n k"],
+    w_scale: Float[Array, "1 n k"] | tuple[Float[Array, "1 _ k"], ...],
     *,
     tile: Tile,
     summed: bool = True,
     interpret: Interpreter | None = None,
 ) -> tuple[Array, ...]:
-    """``x @ w.T``: bfloat16 [M, N].
+    """``x @ w.T``: bfloat16 [M, N], for each weight.
 
     Args:
         x: e4m3; M is a multiple of ``tile.rows``.
-        w: e4m3, output features first.
+        w: e4m3, output features first; or several, whose tiles are one launch.
         x_scale: float32 scales of 1x128 blocks of x, transposed.
         w_scale: float32 scales of 128x128 blocks of w.
         tile: cut of the work.
@@ -36,10 +37,11 @@ def fp8_matmul(
         ValueError: dtypes or sizes that do not fit the tile.
     """
     tiles = _tiles(x.shape[0], tile)
-    out = grouped.grouped_matmul(x, w[None], x_scale, w_scale[None], tiles, tile=tile, interpret=interpret)
+    weights, scales = jax.tree.map(lambda a: a[None], (w, w_scale))
+    out = grouped.grouped_matmul(x, weights, x_scale, scales, tiles, tile=tile, interpret=interpret)
     if tile.splits == 1 or not summed:
         return out
-    return (out[0].sum(axis=0).astype(jnp.bfloat16),)
+    return tuple(y.sum(axis=0).astype(jnp.bfloat16) for y in out)
 
 
 def fp8_gated(

@@ -15,7 +15,7 @@ SMALL = {case.name: case for case in cases() if case.small}
 # One of each way through a kernel; the others are slow, or further cases of kernels without a loop.
 FAST = (
     "mla_decode/small-one-token", "router/small-one-group", "expert_layout/small-some", "top_k/small-ties",
-    "grouped_matmul/small-gated", "fp8_matmul/small-split", "index_scores/small-fp8",
+    "grouped_matmul/small-gated", "fp8_matmul/small-two", "index_scores/small-fp8",
     "mla_absorb/small-parts", "mla_low_rank/small-page-edges", "rms_norm/small-parts", "rms_norm/small-heads",
 )  # fmt: skip
 SHORT = ("mla_absorb/", "mla_low_rank/", "rms_norm/")

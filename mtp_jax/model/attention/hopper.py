@@ -69,8 +69,9 @@ class HopperLatent(Latent):
         if a.indexer is not None:
             return super().project(a, cfg, x, angles, cache, views)
         on = self.on
-        q = None if a.q_a is None else on.result(x, a.q_a)
-        kv, reader = on.result(x, a.kv_a), Reader(a.q_b, "out")
+        reader = Reader(a.q_b, "out")
+        *low_rank, kv = on.results(x, *(w for w in (a.q_a, a.kv_a) if w is not None))
+        q = next(iter(low_rank), None)
         # A launch writes the rows of one part.
         one = len(views) == 1 and views[0].packing is None and on.takes(reader, e4m3.dtype_of(x))
         left = None if q is None else (parts(q, on.mesh), parts(kv, on.mesh))

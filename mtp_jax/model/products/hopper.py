@@ -6,7 +6,7 @@ sums. Quantised rows and float32 parts stay between these products.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,33 +168,52 @@ class HopperProducts(Products):
         """A product with an FP8 weight by a kernel; rows are, or are turned into, e4m3 with 1x128 blocks."""
         if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return super().linear(e4m3.plain(x), w, split=split)
-        return self._multiplied(x, w, split, left=False)
+        axes, given = e4m3.axes_of(w, split), e4m3.operand(x)
+        (slots, width), mesh = x.shape[:2], self.mesh
+
+        def local(x, w):
+            matrix = w.values.reshape(-1, w.shape[-1])
+            y = fp8_matmul.fp8_matmul(x.flat(), matrix, w.scale, implementation="mosaic_gpu")
+            y = y[:rows].reshape(-1, width, *w.shape[:-1])
+            return jax.lax.psum(y, "model") if over_model else y
+
+        rows, over_model = slots * width // ways("slots", mesh), split == "in" and ways("heads", mesh) > 1
+        specs = Fp8(partition(*axes), partition(axes[0], axes[-1]))
+        out = partition("slots", None, axes[0])
+        return sharded(local, mesh, (given.split(axes[-1]), specs), out)(given, w)
 
     def result(self, x: Any, w: Matrix, *, split: Split | None = None) -> ProductResult:
         """A product whose parts and padding a kernel may leave to its reader."""
         over_model = split == "in" and ways("heads", self.mesh) > 1
         if over_model or not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return self.linear(x, w, split=split)
-        shape = (*x.shape[:2], math.prod(w.shape[:-1]))
-        return Parts(self._multiplied(x, w, split, left=True), shape, ways("slots", self.mesh))
+        return self._left(x, [w], split)[0]
 
-    def _multiplied(self, x: Any, w: Fp8, split: Split | None, left: bool) -> Float[Array, "..."]:
-        """``linear`` by a kernel. left: whether parts and padding are left."""
-        axes, given = e4m3.axes_of(w, split), e4m3.operand(x)
-        (slots, width), mesh = x.shape[:2], self.mesh
+    def results(self, x: Any, *ws: Any) -> tuple[ProductResult, ...]:
+        """Products of the same rows, in one launch where kernels take all weights and it takes no longer."""
+        dtype = e4m3.dtype_of(x)
+        taken = all(self.takes(Reader(w), dtype) for w in ws)
+        return self._left(x, ws, None) if taken else super().results(x, *ws)
 
-        def local(x, w):
-            matrix = w.values.reshape(-1, w.shape[-1])
-            y = fp8_matmul.fp8_matmul(x.flat(), matrix, w.scale, summed=not left, implementation="mosaic_gpu")
-            if left:
-                return y
-            y = y[:rows].reshape(-1, width, *w.shape[:-1])
-            return jax.lax.psum(y, "model") if over_model else y
+    def _left(self, x: Any, ws: Sequence[Any], split: Split | None) -> tuple[Parts, ...]:
+        """Products with FP8 weights, whose parts and padding kernels leave to the readers.
 
-        rows, over_model = slots * width // ways("slots", mesh), split == "in" and ways("heads", mesh) > 1
-        specs = Fp8(partition(*axes), partition(axes[0], axes[-1]))
-        out = partition(None, "slots", axes[0]) if left else partition("slots", None, axes[0])
-        return sharded(local, mesh, (given.split(axes[-1]), specs), out)(given, w)
+        split: of every weight.
+        """
+        given = e4m3.operand(x)
+
+        def local(x, ws):
+            weights = [(w.values.reshape(-1, w.shape[-1]), w.scale) for w in ws]
+            return tuple(fp8_matmul.fp8_parts(x.flat(), weights, implementation="mosaic_gpu"))
+
+        axes = [e4m3.axes_of(w, split) for w in ws]
+        specs = tuple(Fp8(partition(*own), partition(own[0], own[-1])) for own in axes)
+        out = tuple(partition(None, "slots", own[0]) for own in axes)
+        run = sharded(local, self.mesh, (given.split(axes[0][-1]), specs), out)
+        shapes = [(*x.shape[:2], math.prod(w.shape[:-1])) for w in ws]
+        shards = ways("slots", self.mesh)
+        each = zip(run(given, tuple(ws)), shapes, strict=True)
+        return tuple(Parts(values, shape, shards) for values, shape in each)
 
     def mlp(self, x: Any, p: Mlp, limit: float | None = None) -> Float[Array, "B W D"]:
         """A dense MLP by two kernels."""
