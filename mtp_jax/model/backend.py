@@ -33,7 +33,7 @@ from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
 from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.cpu_gqa import CpuGqa
 from mtp_jax.model.attention.gqa import Gqa, HopperGqa
-from mtp_jax.model.attention.kind import Asked, Kind
+from mtp_jax.model.attention.kind import Asked, Context, Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
 from mtp_jax.model.attention.place import PagedPlace, WholePlace
@@ -134,7 +134,7 @@ class Backend:
         entries: Entries | None,
         cache: Cache | None,
         sight: Sight,
-    ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
+    ) -> tuple[Context, Cache | None, Choice]:
         """Write the entries, attend over visible rows. Without a cache every token sees the tokens before it.
 
         A layer's indexer chooses rows where no other layer has. Returns (context, cache, choice).
@@ -153,7 +153,9 @@ class Backend:
         heads, paged = partition("slots", None, "heads", None), partition("pages")
         specs = Asked(heads, per_slot, per_slot, per_slot), kind.spread(w)
         place = PagedPlace(paged, per_slot, cfg.row, self.write_rows)
-        run = sharded(partial(kind.over, cfg), self.mesh, (*specs, place), (heads, per_slot, paged))
+        run = sharded(
+            partial(kind.over, cfg), self.mesh, (*specs, place), (kind.contexts(q), per_slot, paged)
+        )
         shapes, contexts, choices = [v.shape for v in views], [], []
         asking = [v.unpacked(a) for v, a in zip(views, split_tree(asked, shapes, self.mesh), strict=True)]
         if len(asking) > 1 and isinstance(cache, LayerCache):
@@ -170,10 +172,11 @@ class Backend:
             context, chosen, cache = run(own, w, place)
             contexts.append(view.packed(context))
             choices.append(chosen)
-        return join(contexts, self.mesh), cache, tuple(choices)
+        context = join(contexts, self.mesh) if len(contexts) > 1 else contexts[0]
+        return context, cache, tuple(choices)
 
     def after_attention(
-        self, p: Layer, cfg: ModelConfig, x: Residual, context: Float[Array, "B W N v"], views: Views
+        self, p: Layer, cfg: ModelConfig, x: Residual, context: Context, views: Views
     ) -> Residual:
         """The output projection, added to the stream."""
         kind = self.kind(cfg)

@@ -403,19 +403,17 @@ def test_on_a_cpu_nothing_chooses_a_kernel(features, calls, monkeypatch):
 @pytest.mark.rest
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
 def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, monkeypatch, rng):
-    modules = by_kernels.mla_low_rank, by_kernels.mla_absorb, by_kernels.mla_decode
-    real = {m: getattr(m, m.__name__.split(".")[1]) for m in modules}
-
-    def reference(module: Any) -> Callable[..., Any]:
+    def reference(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             calls.append(name)
-            return real[module](*args, **options | {"implementation": "xla"})
+            return real(*args, **options | {"implementation": "xla"})
 
-        name = real[module].__name__
         return run
 
-    for module, function in real.items():
-        monkeypatch.setattr(module, function.__name__, reference(module))
+    names = "mla_low_rank", "mla_absorb", "mla_decode", "mla_decode_parts", "mla_values"
+    for name in names:
+        module = getattr(by_kernels, name.removesuffix("_parts"))
+        monkeypatch.setattr(module, name, reference(name, getattr(module, name)))
         monkeypatch.setattr(module, "check", lambda *_: None)
     cfg = ALIGNED
     positions = jnp.asarray([[0, 1], [6, 7], [-1, -1], [3, 4]])
@@ -445,13 +443,18 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
         return np.asarray(out), kept
 
     want, by_xla = run()
-    assert not {"mla_low_rank", "mla_absorb"} & set(calls)
-    got, by_kernel = run("mla_low_rank", "mla_absorb", "mla_decode")
-    assert [calls.count(f.__name__) for f in real.values()] == [1, 1, 1]
+    assert not set(names) & set(calls)
+    heads = calls.count("heads")
+    got, by_kernel = run("mla_low_rank", "mla_absorb", "mla_decode", "mla_values")
+    assert [calls.count(name) for name in names] == [1, 1, 0, 1, 1]
+    assert calls.count("heads") == heads  # nothing is left to quantise
+    handed_over, _ = run("mla_values")  # by XLA's attention
+    assert calls.count("heads") == heads
     slots = [0, 1, 3]
     # Either side rounds ten results to bfloat16 one after the other.
     moved = np.sqrt(2 * 10) * roundoff(jnp.bfloat16)
-    assert np.linalg.norm(got[slots] - want[slots]) < moved * np.linalg.norm(want[slots])
+    for out in (got, handed_over):
+        assert np.linalg.norm(out[slots] - want[slots]) < moved * np.linalg.norm(want[slots])
     # The kernel drops rows of no position; XLA writes them to a device's last page.
     written = np.arange(12) % (12 // data) != 12 // data - 1
     ours, theirs, before = (jax.tree.leaves(jax.device_get(c)) for c in (by_kernel, by_xla, given))
