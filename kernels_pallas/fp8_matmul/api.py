@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile
+from kernels_pallas.grouped_matmul.layout import ALIGNMENT, few
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import ArrayOrShape, Implementation, need
@@ -52,6 +53,7 @@ def fp8_matmul(
 def fp8_parts(
     x: Float[Array, "T K"] | Quantised,
     weights: Sequence[tuple[Float[Array, "_ K"], Float[Array, "_ k"]]],
+    rows: int,
     *,
     implementation: Implementation,
     interpret: Interpreter | None = None,
@@ -60,22 +62,29 @@ def fp8_parts(
 
     One launch multiplies all weights where it takes no longer.
 
+    rows: number of rows that count, the first.
+
     Returns:
-        The parts of K that a kernel sums apart, float32 if there are several, else bfloat16; M whole tiles of
-        rows.
+        The parts of K that a kernel sums apart, float32 if there are several, else bfloat16; M is 8 if no
+        more rows count, else whole tiles of rows.
     """
     for w, _ in weights:
         check(x, w, 64)
     count, terms, each = x.shape[0], x.shape[1], [w.shape[0] for w, _ in weights]
     if len(each) > 1 and not one_launch(count, terms, *each):
-        apart = partial(fp8_parts, x, implementation=implementation, interpret=interpret)
+        apart = partial(fp8_parts, x, rows=rows, implementation=implementation, interpret=interpret)
         return [y for own in weights for y in apart([own])]
     tile = choose_tile(count, terms, *each)
-    rows = _quantised(x, tile)
+    given = _quantised(x, tile)
+    left = ALIGNMENT if few(rows) else given.shape[0]
     ws, scales = zip(*((w[None], scale[None]) for w, scale in weights), strict=True)
     if len(each) == 1:
         (ws,), (scales,) = ws, scales
-    out = _product(implementation, tile, interpret, summed=False)(rows.values, ws, rows.scale, scales)
+    if implementation == "mosaic_gpu":
+        run = partial(mosaic_gpu.fp8_matmul, tile=tile, left=left, interpret=interpret)
+        out = run(given.values, ws, given.scale, scales)
+    else:
+        out = [y[:left] for y in reference.fp8_matmul(given.values, ws, given.scale, scales)]
     return [y if y.ndim == 3 else y.astype(jnp.bfloat16)[None] for y in out]
 
 
@@ -152,10 +161,10 @@ def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
 
 
 def _product(
-    implementation: Implementation, tile: Tile, interpret: Interpreter | None = None, summed: bool = True
+    implementation: Implementation, tile: Tile, interpret: Interpreter | None = None
 ) -> Callable[..., tuple[Array, ...]]:
     if implementation == "mosaic_gpu":
-        return partial(mosaic_gpu.fp8_matmul, tile=tile, summed=summed, interpret=interpret)
+        return partial(mosaic_gpu.fp8_matmul, tile=tile, interpret=interpret)
     return reference.fp8_matmul
 
 

@@ -350,14 +350,18 @@ class _Walk:
         first = pl.multiple_of(self.table[1, row_tile] + row, ALIGNMENT)
         height = self.table[2, row_tile] - row
 
+        # A copy's box must not be larger than its array.
+        most = min(self.sizes.ending.slots or WGMMA_ROWS, WGMMA_ROWS)
+
         def copy(n: int, column_tile: jax.Array) -> None:
             columns = pl.ds(column_tile * tile.columns + column, self.sizes.width)
 
             @pl.when(height >= WGMMA_ROWS)
             def _whole() -> None:
-                plgpu.copy_smem_to_gmem(staged.at[wg], outs[n].at[pl.ds(first, WGMMA_ROWS), columns])
+                if most == WGMMA_ROWS:
+                    plgpu.copy_smem_to_gmem(staged.at[wg], outs[n].at[pl.ds(first, WGMMA_ROWS), columns])
 
-            for piece in range(0, WGMMA_ROWS - ALIGNMENT, ALIGNMENT):
+            for piece in range(0, min(most, WGMMA_ROWS - ALIGNMENT), ALIGNMENT):
 
                 @pl.when(jnp.logical_and(height > piece, height < WGMMA_ROWS))
                 def _piece(piece: int = piece) -> None:

@@ -251,13 +251,14 @@ def calls(monkeypatch) -> list[str]:
     seen: list[str] = []
 
     def replaced(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, tile: Any, interpret: Any = None, summed: bool = True, **options: Any) -> Any:
-            del interpret
+        def run(*args: Any, tile: Any, left: int | None = None, **options: Any) -> Any:
+            options.pop("interpret", None)
             seen.append(name)
             out = reference(*args, tile, **options)
             if len(out) == 2 and not isinstance(args[1], tuple):
                 return out
-            if summed or tile.splits == 1:
+            out = [y[:left] for y in out]
+            if left is None or tile.splits == 1:
                 return tuple(y.astype(jnp.bfloat16) for y in out)
             seen.extend(["parts"] * len(out))
             return tuple(jnp.stack([y / tile.splits] * tile.splits) for y in out)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels_pallas import KERNELS
@@ -184,8 +185,7 @@ class HopperProducts(Products):
 
     def result(self, x: Any, w: Matrix, *, split: Split | None = None) -> ProductResult:
         """A product whose parts and padding a kernel may leave to its reader."""
-        over_model = split == "in" and ways("heads", self.mesh) > 1
-        if over_model or not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
+        if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return self.linear(x, w, split=split)
         return self._left(x, [w], split)[0]
 
@@ -200,18 +200,22 @@ class HopperProducts(Products):
 
         split: of every weight.
         """
-        given = e4m3.operand(x)
+        given, shards = e4m3.operand(x), ways("slots", self.mesh)
+        rows = x.shape[0] * x.shape[1] // shards
 
         def local(x, ws):
             weights = [(w.values.reshape(-1, w.shape[-1]), w.scale) for w in ws]
-            return tuple(fp8_matmul.fp8_parts(x.flat(), weights, implementation="mosaic_gpu"))
+            found = fp8_matmul.fp8_parts(x.flat(), weights, rows, implementation="mosaic_gpu")
+            if split == "in" and ways("heads", self.mesh) > 1:
+                whole = (y if len(y) == 1 else y.sum(axis=0, keepdims=True) for y in found)
+                found = [jax.lax.psum(y.astype(jnp.bfloat16), "model") for y in whole]
+            return tuple(found)
 
         axes = [e4m3.axes_of(w, split) for w in ws]
         specs = tuple(Fp8(partition(*own), partition(own[0], own[-1])) for own in axes)
         out = tuple(partition(None, "slots", own[0]) for own in axes)
         run = sharded(local, self.mesh, (given.split(axes[0][-1]), specs), out)
         shapes = [(*x.shape[:2], math.prod(w.shape[:-1])) for w in ws]
-        shards = ways("slots", self.mesh)
         each = zip(run(given, tuple(ws)), shapes, strict=True)
         return tuple(Parts(values, shape, shards) for values, shape in each)
 
