@@ -69,7 +69,7 @@ from mtp_jax.model.params import (
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
-from mtp_jax.model.products.stream import Parts, ProductResult, summed
+from mtp_jax.model.products.stream import ProductResult, summed
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.sight import Sight
 from mtp_jax.model.stack import alike, parts, stacked
@@ -182,7 +182,7 @@ class Backend:
         kind = self.kind(cfg)
         absorbed = all(v.form == "absorbed" for v in views) if views else kind.form == "absorbed"
         out = kind.result(p.attention, cfg, context, absorbed)
-        out = out if isinstance(out, Parts) else constrain(out, self.mesh, "slots", None, None)
+        out = constrain(out, self.mesh, "slots", None, None) if isinstance(out, jax.Array) else out
         return self.left(x, out)
 
     def feed_forward(

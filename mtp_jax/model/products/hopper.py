@@ -18,6 +18,7 @@ from kernels_pallas import KERNELS
 from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.rms_norm import api as norms
+from kernels_pallas.weighed import Weighed
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.narrow import Fp8, Matrix
@@ -100,9 +101,10 @@ class HopperProducts(Products):
         Without addends a kernel's norm returns the stream as it came.
         """
         x, added = stream(x)
-        shape, given = x.shape, [parts(a, self.mesh) for a in (x, *added)]
+        shape = x.shape
+        given = [a if isinstance(a, Weighed) else parts(a, self.mesh).values for a in (x, *added)]
         taken = [self.takes(reader, x.dtype) for reader in readers]
-        can = (self.can("rms_norm", norms.check, shape[-1], a.values.dtype) for a in given)
+        can = (self.can("rms_norm", norms.check, shape[-1], a.dtype) for a in given)
         if not any(taken) or not all(can):
             total = plus(x, added)
             return PendingResidual(total, ()), rms_norm(total, weight, eps)
@@ -126,7 +128,7 @@ class HopperProducts(Products):
         out = [partition("slots")] * (bool(added) + also_plain), e4m3.of_rows()
         with jax.named_scope("norm"):
             run = sharded(local, self.mesh, specs, out)
-            whole, quantised = run(weight, *(a.values for a in given))
+            whole, quantised = run(weight, *given)
         normed = HopperRows(shape, whole[-1] if also_plain else None, quantised)
         return PendingResidual(whole[0] if added else x, ()), normed
 
