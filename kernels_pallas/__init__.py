@@ -24,4 +24,8 @@ KERNELS: tuple[str, ...] = (
     "fp8_matmul",
     "index_scores",
     "top_k",
+    "hyper",
 )
+
+# Forms of a kernel whose speed no time of its other forms tells; so the names of their cases begin.
+FORMS: tuple[str, ...] = ("grouped_matmul/fp4",)

@@ -6,6 +6,8 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 
+from kernels_pallas import FORMS
+
 FILE = Path(__file__).with_name("measured.toml")
 
 
@@ -36,8 +38,13 @@ def runs() -> tuple[Run, ...]:
 
 
 def kernels() -> frozenset[str]:
-    """Names of the kernels of which a run has a time."""
-    return frozenset(case.partition("/")[0] for run in runs() for case in (*run.us, *run.traced))
+    """Names of the kernels, and of the forms of kernels, of which a run has a time."""
+    return frozenset(_timed(case) for run in runs() for case in (*run.us, *run.traced))
+
+
+def _timed(case: str) -> str:
+    """The form, or else the kernel, that a case has a time of."""
+    return next((form for form in FORMS if case.startswith(f"{form}-")), case.partition("/")[0])
 
 
 def newest(name: str) -> Run | None:

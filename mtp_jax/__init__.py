@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         Overloaded,
         PromptTooLong,
         RequestError,
+        SchemaError,
     )
     from mtp_jax.hosts.group import Group, join
     from mtp_jax.hosts.options import Hosts
@@ -66,6 +67,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SchemaError",
     "Speculation",
     "Stream",
     "StreamDecoder",

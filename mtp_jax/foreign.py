@@ -12,7 +12,7 @@ _COMPILED = f"{_NOTHING}: every step is a compiled program"
 # Options of vLLM, SGLang, llama.cpp and TensorRT-LLM by name: flags, of which the first that the command has
 # is meant, and a remark about their values.
 _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("tp", "tp-size", "tensor-parallel-size", "tensor-split", "split-mode"): (
+    ("tp", "tp-size", "tensor-parallel-size", "tensor-split", "ts", "split-mode", "sm"): (
         "--mesh 1xN, which divides heads and experts over N devices",
     ),
     ("dp", "dp-size", "data-parallel-size"): ("--mesh Nx1, which divides requests over N devices",),
@@ -49,7 +49,7 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "--max-num-seqs",
         "--batch",
     ),
-    ("context-length", "context-len", "ctx-size", "max-seq-len", "max-model-length", "n-ctx"): (
+    ("context-length", "context-len", "ctx-size", "c", "max-seq-len", "max-model-length", "n-ctx"): (
         "--max-model-len",
         "--context",
     ),
@@ -60,17 +60,29 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         "max-num-tokens",
         "max-prefill-tokens",
         "ubatch-size",
+        "ub",
     ): ("--prefill-chunk",),
     ("disable-radix-cache", "no-enable-prefix-caching"): ("--no-prefix-cache",),
     ("hicache-storage-backend", "lmcache-config-file"): ("--file-cache",),
-    ("swap-space", "cpu-offload-gb", "hicache-size", "enable-hierarchical-cache"): ("--host-cache-gib",),
-    ("cache-type-k", "cache-type-v", "kv-dtype"): ("--kv-cache-dtype",),
+    ("swap-space", "kv-offloading-size", "hicache-size", "enable-hierarchical-cache", "cache-ram", "cram"): (
+        "--host-cache-gib",
+    ),
+    ("cache-type-k", "cache-type-v", "ctk", "ctv", "kv-dtype"): ("--kv-cache-dtype",),
+    ("speculative-eagle-topk",): ("--tree",),
+    ("all2all-backend", "moe-a2a-backend"): ("--expert-exchange",),
+    ("enable-eplb", "ep-num-redundant-experts"): ("--redundant-experts N",),
     ("enable-return-routed-experts",): ("--return-routed-experts",),
     ("tool-call-parser",): ("--tool-parser",),
     ("default-chat-template-kwargs",): ("--chat-template-kwargs",),
     ("alias", "model-alias"): ("--served-model-name",),
     ("generation-config",): ("--sampling-defaults",),
-    ("disable-log-requests", "log-disable", "log-level", "uvicorn-log-level"): ("--access-log off",),
+    (
+        "disable-log-requests",
+        "disable-uvicorn-access-log",
+        "log-disable",
+        "log-level",
+        "uvicorn-log-level",
+    ): ("--access-log off",),
     ("ssl-certfile", "ssl-cert-file"): ("--tls-cert",),
     ("ssl-keyfile", "ssl-key-file"): ("--tls-key",),
     ("ssl-ca-certs",): ("--tls-ca",),
@@ -100,6 +112,13 @@ _OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
 _INSTEAD: dict[tuple[str, ...], str] = {
     ("model-path", "model-name-or-path", "m", "hf-repo", "hf"): _MODEL,
     ("tokenizer", "tokenizer-path", "hf-config-path"): f"{_NOTHING}: the model's folder has it",
+    ("tokenizer-mode",): f"{_NOTHING}: tokenizer.json says all of it",
+    ("hf-overrides", "json-model-override-args", "override-kv"): "edit config.json in the model's folder",
+    ("model-impl",): f"{_NOTHING}: config.json says the family",
+    (
+        "cpu-offload-gb",
+        "cpu-offload",
+    ): f"{_NOTHING}: all weights must fit the devices; --mesh gives more of them",
     ("pp", "pp-size", "pipeline-parallel-size"): f"{_NOTHING}: layers are not split; --mesh 1xN splits each",
     ("ep", "ep-size", "expert-parallel-size", "enable-expert-parallel"): (
         f"{_NOTHING}: experts are split over the whole --mesh"
@@ -107,11 +126,41 @@ _INSTEAD: dict[tuple[str, ...], str] = {
     ("speculative-algorithm", "speculative-algo"): (
         "write --draft-model DIR for a head, whose config.json says its kind; leave both out for NextN layers"
     ),
-    ("enable-lora", "lora-modules", "lora-paths", "lora", "max-loras", "max-lora-rank"): (
+    ("use-tqdm",): f"{_NOTHING}: nothing is shown while tokens are generated",
+    ("prompt-token-ids",): "give the lists of ids as prompts",
+    ("best-of",): "take n, and choose among the outputs by their logprobs",
+    ("use-beam-search", "beam-width", "length-penalty"): "there are no beams; n samples several texts",
+    ("add-generation-prompt", "continue-final-message"): (
+        "tokenizer.apply_chat_template has it; encode its text without special tokens, and generate"
+    ),
+    ("enable-lora", "lora-modules", "lora-paths", "lora", "lora-request", "max-loras", "max-lora-rank"): (
         "LoRA is not supported: merge the adapter into a checkpoint"
     ),
     ("enable-prefix-caching",): f"{_NOTHING}: prefixes are kept unless --no-prefix-cache",
     ("enable-chunked-prefill",): f"{_NOTHING}: prompts always go along in chunks (--prefill-chunk)",
+    ("async-scheduling", "disable-overlap-schedule", "no-async-scheduling"): (
+        f"{_NOTHING}: a step is always launched before the last one is read"
+    ),
+    ("cont-batching", "cb"): f"{_NOTHING}: requests always join and leave between steps",
+    ("api-server-count", "tokenizer-worker-num"): f"{_NOTHING}: one process serves HTTP",
+    ("stream-interval",): f"{_NOTHING}: a stream sends the tokens of every step",
+    ("enable-sleep-mode", "enable-memory-saver"): (
+        f"{_NOTHING}: memory can always be released (/release_memory_occupation, which needs an admin key)"
+    ),
+    ("limit-mm-per-prompt", "language-model-only", "mmproj", "enable-multimodal"): (
+        f"{_NOTHING}: only text is read"
+    ),
+    ("chat-template-content-format",): f"{_NOTHING}: templates get the parts of a message as one text",
+    ("structured-outputs-config", "guided-decoding-backend", "grammar-backend"): (
+        f"{_NOTHING}: llguidance compiles every grammar"
+    ),
+    ("enable-prompt-tokens-details", "enable-cache-report"): (
+        f"{_NOTHING}: usage always has prompt_tokens_details"
+    ),
+    ("enable-log-requests",): f"{_NOTHING}: a line per request is logged, without its text (--access-log)",
+    ("slots", "props"): f"{_NOTHING}: GET /server_info and /metrics tell it",
+    ("metrics", "enable-metrics"): f"{_NOTHING}: GET /metrics is always there",
+    ("i", "in", "o", "input-file", "output-file"): "`mtp-jax batch IN OUT` takes its files without flags",
     ("enable-auto-tool-choice", "jinja"): f"{_NOTHING}: calls of tools are always taken",
     ("reasoning-parser", "reasoning-format"): f"{_NOTHING}: thoughts are told from answers by their tags",
     ("trust-remote-code",): f"{_NOTHING}: no code of a checkpoint is ever run",
@@ -122,11 +171,36 @@ _INSTEAD: dict[tuple[str, ...], str] = {
     ("threads", "t"): f"{_NOTHING}: all usable cores are used; taskset limits them",
     ("download-dir", "revision"): f"{_NOTHING}: nothing is downloaded here",
     ("distributed-executor-backend",): f"{_NOTHING}, or add --ray or --hosts",
-    ("temperature", "top-p", "top-k", "min-p", "max-tokens", "seed", "override-generation-config"): (
+    ("seed", "random-seed"): "requests say it; one without a seed gets a fresh one",
+    ("temperature", "top-p", "top-k", "min-p", "max-tokens", "override-generation-config"): (
         "requests say it, or else the model's generation_config.json (--sampling-defaults)"
     ),
 }
+# Values of options, by names that other engines give to them.
+_VALUES = {
+    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn"), "fp8"),
+    **dict.fromkeys(("half", "float16", "fp16", "f16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float", "fp32", "f32"), "float32"),
+}
 
+# Attributes that classes of other engines have.
+_ATTRIBUTES = {
+    "get_tokenizer": "take tokenizer",
+    "get_default_sampling_params": "take default_sampling_params",
+    "llm_engine": "take engine",
+    "get_metrics": "take engine.stats()",
+    "sleep": "take release_memory()",
+    "wake_up": "take resume_memory()",
+    "reset_prefix_cache": "AsyncLLM has flush_prefix_cache()",
+    "beam_search": "there are no beams; n of SamplingParams samples several texts",
+    **dict.fromkeys(("encode", "embed", "classify"), "hidden_states() gives the trunk's states"),
+    "async_generate": "AsyncLLM has generate()",
+    "shutdown": "AsyncLLM has close(); an LLM goes with its last reference",
+    "request_id": "outputs stand in the order of their prompts, or come from the call that asked",
+    "num_cached_tokens": "take cached_tokens",
+    "metrics": "take timing and speculation",
+    "cumulative_logprob": "sum the chosen tokens of logprobs",
+}
 
 # Flags of the command line as arguments in Python.
 _ARGUMENTS = (
@@ -167,6 +241,17 @@ def python_advice(unknown: str, names: Collection[str]) -> str:
     for pattern, argument in _ARGUMENTS:
         text = re.sub(pattern, argument, text)
     return re.sub(r"--([a-z-]+)", lambda found: found[1].replace("-", "_"), text)
+
+
+def attribute_advice(name: str) -> str:
+    """A phrase with ours in the place of an attribute of another engine; "" if there is none."""
+    return _ATTRIBUTES.get(name, "")
+
+
+def value_meant(word: str, choices: Collection[str]) -> str | None:
+    """The choice that a value probably means: another engine's name of it, or the most similar."""
+    meant = _VALUES.get(word.lower())
+    return meant if meant in choices else nearest(word, choices)
 
 
 def nearest(word: str, words: Collection[str], least: float = _CLOSE) -> str | None:

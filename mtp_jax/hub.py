@@ -75,9 +75,12 @@ def fetch(name: str, revision: str | None = None, *, weights: bool = True, quiet
             "--revision out"
         ) from error
     except errors.LocalEntryNotFoundError as error:
+        cause = error.__cause__
+        silence = "HF_HUB_OFFLINE keeps it from being asked; unset that"
+        if cause is not None and not isinstance(cause, errors.OfflineModeIsEnabled):
+            silence = f"the hub did not answer ({shown(type(cause).__name__)}); download it with a network"
         raise ConfigError(
-            f"the cache of the hub does not have all of {name}, and the hub was not asked or did not answer"
-            f"{_cause(error)}; download it where there is a network, unset HF_HUB_OFFLINE, or name a folder"
+            f"the cache of the hub does not have all of {name}, and {silence}, or name a folder"
         ) from error
     except Exception as error:  # of the client, of its HTTP library, of the disk
         raise ConfigError(
@@ -93,9 +96,3 @@ def fetch(name: str, revision: str | None = None, *, weights: bool = True, quiet
             "look for a conversion of it"
         )
     return folder
-
-
-def _cause(error: Exception) -> str:
-    """The reason why the hub did not answer, in brackets; nothing where it was not asked."""
-    cause = error.__cause__
-    return f" ({shown(type(cause).__name__)})" if cause is not None else ""

@@ -5,7 +5,8 @@ of functions with options, the bounds of HTTP fields, and the tables of docs/opt
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -13,7 +14,7 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from mtp_jax.foreign import python_advice
+from mtp_jax.foreign import python_advice, value_meant
 
 _P = ParamSpec("_P")
 _S = TypeVar("_S")
@@ -94,6 +95,8 @@ class Option:
             return value in self.choices
         if self.kind is bool:
             return isinstance(value, bool)
+        if self.kind is Path:
+            return isinstance(value, str | os.PathLike)
         if self.kind not in (int, float):
             return True
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -112,6 +115,8 @@ class Option:
             return f"one of {', '.join(map(repr, self.choices))}{none}"
         if self.kind is bool:
             return f"True or False{none}"
+        if self.kind is Path:
+            return f"a path{none}"
         what = "an integer" if self.kind is int else "a number"
         if self.above:
             return f"{what} above {_text(self.low)}, at most {_text(self.high)}{none}"
@@ -158,7 +163,9 @@ def check(options: object, error: type[Exception]) -> None:
     for name, about in declared(type(options)).items():
         value = getattr(options, name)
         if not about.allows(value):
-            raise error(f"{name} = {value!r}; expected {about.expected}")
+            close = value_meant(value, about.choices) if isinstance(value, str) and about.choices else None
+            hint = f"; do you mean {close!r}?" if close else ""
+            raise error(f"{name} = {value!r}; expected {about.expected}{hint}")
     check_company(error, options)
 
 
@@ -241,13 +248,24 @@ def documented(cls: _C) -> _C:
     return cls
 
 
-def refuse_unknown(cls: type, given: Iterable[str], error: type[Exception], name: str) -> None:
-    """Raise ``error`` for the first argument that no field of a dataclass has; ``name``: for the message."""
-    known = _arguments(cls)
+def refuse_unknown(known: Set[str], given: Iterable[str], error: type[Exception], name: str) -> None:
+    """Raise ``error`` for the first argument that is not known; ``name``: of the call, for the message."""
     for unknown in given:
         if unknown not in known:
             instead = python_advice(unknown, known) or f"help({name}) has all arguments"
             raise error(f"{name} has no argument {unknown}; {instead}")
+
+
+def refuse_positional(
+    unnamed: Sequence[str], known: Set[str], given: int, error: type[Exception], name: str
+) -> None:
+    """Raise ``error`` for more values without a name than ``unnamed``, the arguments that may go without."""
+    if given <= len(unnamed):
+        return
+    others = sorted(known - set(unnamed))
+    names = ", ".join(others) if len(others) < 10 else f"help({name}) has them"
+    wrong = f"{name} got {given} values without a name; only {', '.join(unnamed)} may have none"
+    raise error(f"{wrong}; the others by name: {names}" if others else wrong)
 
 
 @lru_cache
@@ -263,7 +281,7 @@ def named(error: type[Exception]) -> Callable[[type[_T]], type[_T]]:
 
         @wraps(init)
         def checked(self: _T, *args: Any, **kwargs: Any) -> None:
-            refuse_unknown(cls, kwargs, error, cls.__name__)
+            refuse_unknown(_arguments(cls), kwargs, error, cls.__name__)
             init(self, *args, **kwargs)
 
         cls.__init__ = checked  # type: ignore[method-assign]
@@ -284,11 +302,14 @@ def takes(
     def decorate(init: Callable[[_S, _O], None]) -> Callable[Concatenate[_S, _P], None]:
         @wraps(init)
         def taking(self: _S, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            refuse_unknown(cast(type, cls), kwargs, error, type(self).__name__)
+            name, known = type(self).__name__, _arguments(cast(type, cls))
+            refuse_unknown(known, kwargs, error, name)
+            refuse_positional(unnamed, known, len(args), error, name)
             init(self, cls(*args, **kwargs))
 
         own, *_ = inspect.signature(init).parameters.values()
         given = inspect.signature(cls)
+        unnamed = [p.name for p in given.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         signature = given.replace(parameters=[own, *given.parameters.values()], return_annotation=None)
         taking.__signature__ = signature  # type: ignore[attr-defined]
         taking.__doc__ = f"{inspect.cleandoc(init.__doc__ or '')}\n\nArgs:\n{_listed(cls)}"

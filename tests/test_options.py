@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtp_jax import LLM, ConfigError, RequestError, SamplingParams
+from mtp_jax import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams
 from mtp_jax.api.admission import QueueLimits
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.cluster.handover.options import HandoverOptions
@@ -21,6 +21,8 @@ from mtp_jax.options import check, declared, documented, narrowed, option, takes
 from serve.base.settings import Settings
 
 DOCS = Path(__file__).parent.parent / "docs" / "options.md"
+ANY_LLM: Any = LLM
+ANY_ASYNC: Any = AsyncLLM
 ALL = (LLMOptions, SamplingParams, Settings, QueueLimits, HandoverOptions, Hosts, RayOptions, TuneOptions)
 
 
@@ -221,7 +223,9 @@ def test_names_of_other_engines_have_a_hint(name, hint):
         ("regex", "use structured=StructuredOutput(regex=...)"),
         ("sampling_seed", "use seed"),
         ("temprature", "do you mean temperature?"),
-        ("use_beam_search", "help(SamplingParams) has all arguments"),
+        ("best_of", "take n, and choose among the outputs by their logprobs"),
+        ("use_beam_search", "there are no beams; n samples several texts"),
+        ("nonsense", "help(SamplingParams) has all arguments"),
     ],
 )
 def test_sampling_parameters_have_one_too(name, hint):
@@ -233,5 +237,29 @@ def test_sampling_parameters_have_one_too(name, hint):
 
 def test_the_hints_hide_no_signature():
     assert "max_tokens" in inspect.signature(SamplingParams).parameters
+    assert list(inspect.signature(LLM.generate).parameters) == ["self", "prompts", "sampling_params"]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: m.generate("a", use_tqdm=False), "generate has no argument use_tqdm; leave it out: "),
+        (lambda m: m.generate("a", max_tokens=4), "max_tokens; give SamplingParams(max_tokens=...)"),
+        (lambda m: m.generate(prompt_token_ids=[[1]]), "give the lists of ids as prompts"),
+        (lambda m: m.generate("a", None, True), "only prompts, sampling_params may have none"),
+        (lambda m: m.chat([], lora_request=1), "LoRA is not supported"),
+        (lambda m: ANY_ASYNC.generate(m, "a", None, "r"), "the others by name: cache_salt, prio"),
+        (lambda m: ANY_ASYNC.generate(m, "a", requestid="r"), "do you mean request_id?"),
+        (lambda m: ANY_LLM("demo", 3), "LLM got 2 values without a name; only model may have none"),
+        (lambda m: ANY_LLM(5), "model = 5; expected a path or None"),
+        (lambda m: ANY_LLM(draft_model=5), "draft_model = 5; expected a path or None"),
+        (lambda m: m.get_tokenizer(), "LLM has no attribute get_tokenizer; take tokenizer"),
+        (lambda m: m.nonsense, "LLM has no attribute nonsense"),
+    ],
+)
+def test_a_call_as_another_engine_takes_it_has_a_hint(call, says):
+    with pytest.raises((ConfigError, RequestError, AttributeError)) as refused:
+        call(object.__new__(LLM))
+    assert says in str(refused.value)
     assert replace(SamplingParams(), max_tokens=3).max_tokens == 3
     assert copy.copy(SamplingParams(n=2)).n == 2

@@ -3,16 +3,19 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
-from kernels_pallas.grouped_matmul.api import choose_gated_tile
-from kernels_pallas.grouped_matmul.layout import ALIGNMENT, few
+from kernels_pallas.grouped_matmul.api import choose_gated_tile, grouped_matmul
+from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles, few
 from kernels_pallas.grouped_matmul.tile import Tile
-from kernels_pallas.mosaic import Interpreter
+from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise, whole_tiles
+from kernels_pallas.rms_norm import api as norms
 from kernels_pallas.splits import PROCESSORS
 
 # Bytes of a tile's ring, in rows of 128 bytes: the cost of filling it, beside the rows that the tile loads.
@@ -45,7 +48,7 @@ def fp8_matmul(
     check(x, w, 64)
     count = x.shape[0]
     tile = choose_tile(count, w.shape[1], w.shape[0])
-    rows = _quantised(x, tile)
+    rows = _quantised(x, tile, implementation)
     (y,) = _product(implementation, tile, interpret)(rows.values, w[None], rows.scale, w_scale[None])
     return y[:count].astype(jnp.bfloat16)
 
@@ -75,7 +78,7 @@ def fp8_parts(
         apart = partial(fp8_parts, x, rows=rows, implementation=implementation, interpret=interpret)
         return [y for own in weights for y in apart([own])]
     tile = choose_tile(count, terms, *each)
-    given = _quantised(x, tile)
+    given = _quantised(x, tile, implementation)
     left = ALIGNMENT if few(rows) else given.shape[0]
     ws, scales = zip(*((w[None], scale[None]) for w, scale in weights), strict=True)
     if len(each) == 1:
@@ -106,7 +109,7 @@ def fp8_mlp(
     check(x, down, BLOCK)
     count = x.shape[0]
     gated = choose_gated_tile(count, 1, *gate_up.shape[1:])
-    rows = _quantised(x, gated)
+    rows = _quantised(x, gated, implementation)
     given = rows.values, gate_up, rows.scale, gate_up_scale
     if implementation == "mosaic_gpu":
         hidden, scale = mosaic_gpu.fp8_gated(*given, tile=gated, limit=limit)
@@ -115,6 +118,34 @@ def fp8_mlp(
     tile = choose_tile(count, down.shape[1], down.shape[0])
     (y,) = _product(implementation, tile)(hidden, down[None], scale, down_scale[None])
     return y[:count].astype(jnp.bfloat16)
+
+
+def fp8_by_group(
+    x: Float[Array, "T G K"],
+    w: Float[Array, "G N K"],
+    w_scale: Float[Array, "G n k"],
+    *,
+    implementation: Implementation,
+    interpret: Interpreter | None = None,
+) -> Float[Array, "T G N"]:
+    """``x[:, g] @ w[g].T`` for every group g, as ``fp8_matmul``. The product is one launch."""
+    check(jax.ShapeDtypeStruct((*x.shape[:1], x.shape[2]), x.dtype), w, 64)
+    (count, groups, terms), columns = x.shape, w.shape[1]
+    height = min(whole_tiles(count), 2 * WGMMA_ROWS)
+    each = -(-count // height)
+    number = np.arange(groups * each)
+    widths = [n for n in (256, 128, 64) if columns % n == 0 and height + n <= 320]
+    # The widest columns with which every multiprocessor has a tile, else the narrowest.
+    width = next((n for n in widths if len(number) * (columns // n) >= PROCESSORS), widths[-1])
+    tile = Tile(height, width)
+    left = -(-count // ALIGNMENT) * ALIGNMENT - number % each * height
+    table = np.stack([number // each, number * height, np.minimum(left, height)]).astype(np.int32)
+    tiles = Tiles(jnp.asarray(table), jnp.full(1, len(number), jnp.int32))
+    laid = jnp.pad(x.swapaxes(0, 1), ((0, 0), (0, each * height - count), (0, 0)))
+    rows = _quantised(laid.reshape(-1, terms), tile, implementation)
+    given = rows.values, w[:, None], rows.scale, w_scale[:, None], tiles, tile, implementation, interpret
+    (y,) = grouped_matmul(*given)
+    return y.reshape(groups, -1, columns)[:, :count].swapaxes(0, 1)
 
 
 def one_launch(rows: int, terms: int, *columns: int) -> bool:
@@ -153,10 +184,13 @@ def _cost(tile: Tile, rows: int, terms: int, *columns: int) -> tuple[int, int]:
     return waves * (terms // BLOCK // tile.splits * loaded + partial_sums + _START), tile.splits
 
 
-def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile) -> Quantised:
-    """Rows in e4m3, of whole tiles."""
+def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile, implementation: Implementation) -> Quantised:
+    """Rows in e4m3, of whole tiles: by a kernel, if it takes their width; XLA's own way is three launches."""
     if isinstance(x, Quantised):
         return x.padded(tile.rows)
+    if implementation == "mosaic_gpu" and x.shape[1] % norms.WIDTHS == 0:
+        blocks = x.reshape(x.shape[0], -1, BLOCK)
+        return norms.quantise(blocks, blocks_first=False, implementation=implementation).padded(tile.rows)
     return quantise(jnp.pad(x, ((0, -x.shape[0] % tile.rows), (0, 0))))
 
 

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from kernels_pallas.grouped_matmul.ending import PLAIN, ProductEnding
+from kernels_pallas.grouped_matmul.fp4 import Fp4Product
 from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
-from kernels_pallas.grouped_matmul.tile import COMPUTE, ProductSizes, Tile
+from kernels_pallas.grouped_matmul.tile import COMPUTE, FP4_SCALES, FP4_SCALES_TERMS, ProductSizes, Tile
 from kernels_pallas.mosaic import WGMMA, WGMMA_ROW, WGMMA_ROWS, Interpreter, Ref, load, per_row, store
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY
 from kernels_pallas.rms_norm.mosaic_gpu import ROW, WARPS, write
@@ -38,9 +39,9 @@ _Sums = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 def grouped_matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "E b N K"] | tuple[Float[Array, "E 1 _ K"], ...],
+    w: Float[Array, "E b N K"] | tuple[Float[Array, "E 1 _ K"], ...] | UInt8[Array, "E b N _c"],
     x_scale: Float[Array, "k R"] | None,
-    w_scale: Float[Array, "E b n k"] | tuple[Float[Array, "E 1 _ k"], ...] | None,
+    w_scale: Float[Array, "E b n k"] | tuple[Float[Array, "E 1 _ k"], ...] | UInt8[Array, "E b N _g"] | None,
     tiles: Tiles,
     *,
     tile: Tile,
@@ -55,9 +56,11 @@ def grouped_matmul(
     Args:
         x: e4m3 or bfloat16; ``tile.rows`` rows from each tile's first on are read, and must be there.
         w: weights of x's dtype, output features before input features; b is 1, or 2 for gate and up. Several
-            weights, whose columns are tiles one after the other, have a result each; b is 1.
+            weights, whose columns are tiles one after the other, have a result each; b is 1. Or, with x in
+            bfloat16, FP4 (``fp4.py``): uint8, two values each.
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
+            FP4 weights have uint8, the exponents of 1x32 groups.
         tiles: the rows of each tile, and its group in w. Rows of no tile are not written.
         ending: the way to the results. With ``slots`` all tiles multiply the same rows, the first of x, whose
             scales x_scale begins with; else each tile has rows of its own, and M rows are returned.
@@ -72,10 +75,10 @@ def grouped_matmul(
     """
     ws = w if isinstance(w, tuple) else (w,)
     w_scales = w_scale if isinstance(w_scale, tuple) else (w_scale,)
-    each, gated = tuple(own.shape[2] for own in ws), ws[0].shape[1] == 2
-    of_call = x.shape[0], sum(each), x.shape[1], tiles.table.shape[1], ending
+    each, gated, is_fp4 = tuple(own.shape[2] for own in ws), ws[0].shape[1] == 2, ws[0].dtype == jnp.uint8
+    of_call = x.shape[0], sum(each), x.shape[1], tiles.table.shape[1], ending, is_fp4
     sizes = ProductSizes(tile, x.dtype, gated, *of_call, each if len(each) > 1 else ())
-    operands = (x, ws, x_scale, w_scales) if sizes.fp8 else (x, ws)
+    operands = (x, ws, x_scale, w_scales) if sizes.fp8 else (x, ws, w_scale) if is_fp4 else (x, ws)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     clusters: dict[str, Any] = {}
     if sizes.cluster > 1 or sizes.tile.pair > 1:
@@ -89,7 +92,8 @@ def grouped_matmul(
         out = refs[count + 2 :]
         half = lax.axis_index("half") if sizes.tile.pair > 1 else 0
         given = refs[:count], refs[count], refs[count + 1], half
-        walk = _Walk(sizes, *given, out[: len(results)], out[len(results) :], scratch)
+        written = out[: len(results)], out[len(results) :]
+        walk = _Walk(sizes, *given, *written, scratch, interpret is not None)
         wg, walker = lax.axis_index("wg"), lax.axis_index("walker")
         if sizes.cluster > 1:
             walker = walker * sizes.cluster + lax.axis_index("part")
@@ -131,6 +135,7 @@ class _Walk:
         half: number of the thread block among the two that have a tile together.
         out: the results, one of each weight; of a gated product in e4m3, values and scales.
         parts: the parts of a gated product's sums, where the thread blocks of a cluster have one each.
+        interpreted: whether Pallas interprets the kernel.
     """
 
     sizes: ProductSizes
@@ -141,6 +146,7 @@ class _Walk:
     out: tuple[Ref, ...]
     parts: tuple[Ref, ...]
     scratch: dict[str, Ref]
+    interpreted: bool
 
     def place(self, i: jax.Array) -> TilePlace:
         """The place of the i-th tile of all walks: band by band, column by column."""
@@ -172,7 +178,6 @@ class _Walk:
     def load(self, walker: jax.Array, mine: jax.Array) -> None:
         """Fill the ring with the operands of every step of every tile."""
         sizes, tile, s = self.sizes, self.sizes.tile, self.scratch
-        x, ws = self.operands[:2]
         both = "half" if tile.pair > 1 else None
 
         def one_tile(i: jax.Array, _: None) -> None:
@@ -180,21 +185,21 @@ class _Walk:
             group, first = self.table[0, row_tile], 0
             if sizes.ending.slots is None:
                 first = pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
-            rows = pl.ds(first + self.half * sizes.block_rows, sizes.block_rows)
 
             def step(k: jax.Array, _: None) -> None:
                 filled = i * sizes.steps + k
                 slot = lax.rem(filled, tile.stages)
-                terms = pl.ds((part * sizes.steps + k) * sizes.stage_terms, sizes.stage_terms)
+                full, at = s["full"].at[slot], part * sizes.steps + k
+                terms = pl.ds(at * sizes.stage_terms, sizes.stage_terms)
                 pl.when(filled >= tile.stages)(lambda: self.await_free(slot))
-                plgpu.copy_gmem_to_smem(x.at[rows, terms], s["xs"].at[slot], s["full"].at[slot])
+                self.load_rows(first, self.table[2, row_tile], terms, slot)
 
                 def weights(n: int, column_tile: jax.Array) -> None:
                     columns = pl.ds(column_tile * tile.columns, tile.columns)
                     for b in range(sizes.blocks):
-                        of_block = ws[n].at[group, b, columns, terms]
-                        to, full = s["ws"].at[slot, b], s["full"].at[slot]
-                        plgpu.copy_gmem_to_smem(of_block, to, full, collective_axes=both)
+                        for w, to, terms in self.weights(n, at):
+                            of_block = w.at[group, b, columns, terms]
+                            plgpu.copy_gmem_to_smem(of_block, to.at[slot, b], full, collective_axes=both)
 
                 self.of_weight(column_tile, weights)
 
@@ -206,6 +211,34 @@ class _Walk:
         lax.fori_loop(0, mine, one_tile, None)
         # No warpgroup may leave while another still arrives at a barrier.
         lax.fori_loop(jnp.maximum(mine * sizes.steps - tile.stages, 0), mine * sizes.steps, drain, None)
+
+    def load_rows(self, first: jax.Array | int, height: jax.Array, terms: Any, slot: jax.Array) -> None:
+        """Copy some terms of a tile's rows, from row number ``first``, to a stage.
+
+        Beside FP4 weights 64 rows are half of the bytes; results of rows that are not there are never read.
+        """
+        sizes, rows = self.sizes, self.sizes.block_rows
+        x, xs, full = self.operands[0], self.scratch["xs"].at[slot], self.scratch["full"].at[slot]
+
+        def copy(count: int) -> None:
+            given = pl.ds(first + self.half * rows, count)
+            plgpu.copy_gmem_to_smem(x.at[given, terms], xs.at[pl.ds(0, count)] if count < rows else xs, full)
+
+        if sizes.fp4:
+            few = height <= ALIGNMENT
+            pl.when(few)(lambda: copy(ALIGNMENT))
+            pl.when(jnp.logical_not(few))(lambda: copy(rows))
+        else:
+            copy(rows)
+
+    def weights(self, n: int, at: jax.Array) -> tuple[tuple[Ref, Ref, Any], ...]:
+        """Arrays of weight number n, the rings for them, and the part of a row that K's stage ``at`` has."""
+        s, width = self.scratch, self.sizes.stage_terms
+        if not self.sizes.fp4:
+            return ((self.operands[1][n], s["ws"], pl.ds(at * width, width)),)
+        scales = pl.ds(lax.div(at * width, FP4_SCALES_TERMS) * FP4_SCALES, FP4_SCALES)
+        codes = pl.ds(at * (width // 2), width // 2)
+        return (self.operands[1][n], s["codes"], codes), (self.operands[2], s["exponents"], scales)
 
     def await_free(self, slot: jax.Array) -> None:
         """Wait until a stage may be filled; a copy of shared weights fills it in both thread blocks."""
@@ -219,7 +252,9 @@ class _Walk:
 
         def one_tile(i: jax.Array, _: None) -> None:
             place = self.place(walker + i * self.sizes.walkers)
-            sums = (self.scaled_sums if self.sizes.fp8 else self.plain_sums)(wg, i, place)
+            sizes = self.sizes
+            way = self.scaled_sums if sizes.fp8 else self.expanded_sums if sizes.fp4 else self.plain_sums
+            sums = way(wg, i, place)
             if self.sizes.cluster > 1:
                 self.sum_parts(wg, place, sums)
             elif not self.sizes.gated:
@@ -310,6 +345,11 @@ class _Walk:
         return pl.run_scoped(
             over_k, *[plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, sizes.width), jnp.float32)] * sizes.blocks
         )
+
+    def expanded_sums(self, wg: jax.Array, i: jax.Array, place: TilePlace) -> tuple[jax.Array, ...]:
+        """The bfloat16 product with FP4 weights, which the warpgroup expands."""
+        product = Fp4Product(self.sizes, self.scratch, self.interpreted)
+        return product.sums(wg, self.share(wg)[1], i * self.sizes.steps, place[2] * self.sizes.steps)
 
     @property
     def together(self) -> tuple[tuple[int, ...], ...]:

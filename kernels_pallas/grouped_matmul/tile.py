@@ -12,11 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from kernels_pallas.grouped_matmul.ending import PLAIN, ProductEnding
+from kernels_pallas.grouped_matmul.reference import FP4_GROUP
 from kernels_pallas.mosaic import SWIZZLE, WGMMA_ROWS
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.splits import CLUSTER, PROCESSORS
 
 COMPUTE = 2  # computing warpgroups
+# Scales of FP4 weights that a copy brings for each row, the fewest that a copy may have, and their terms.
+FP4_SCALES = 16
+FP4_SCALES_TERMS = FP4_SCALES * FP4_GROUP
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,12 @@ class ProductSizes:
 
     Attributes:
         tile: cut of the work.
-        dtype: dtype of x and w.
+        dtype: dtype of x, and of w but for FP4.
         gated: whether there are two products, gate and up.
         rows, columns, terms: M, N and K.
         tiles: number of tiles of rows.
         ending: the way to the results, among them their number of rows.
+        fp4: whether w is FP4 (``fp4.py``), which the warpgroups expand.
         each: columns of each weight, where there are several.
     """
 
@@ -68,6 +73,7 @@ class ProductSizes:
     terms: int
     tiles: int
     ending: ProductEnding = PLAIN
+    fp4: bool = False
     each: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,6 +85,8 @@ class ProductSizes:
             raise ValueError(
                 f"{tile}; expected 64 x (64, 128 or 256), or 128 or 256 x (64 or 128) rows x columns"
             )
+        if self.fp4:
+            self._check_fp4()
         if self.gated and self.tile.pair > 1:
             raise ValueError(f"{tile} of a gated product; expected 64 or 128 rows")
         if self.gated and (tile.columns != BLOCK or tile.splits > CLUSTER):
@@ -92,6 +100,14 @@ class ProductSizes:
         if self.rows < tile.rows:
             raise ValueError(f"{self.rows} rows; expected {tile.rows} or more for {tile}")
 
+    def _check_fp4(self) -> None:
+        if self.dtype != jnp.bfloat16 or self.weight_rows not in (WGMMA_ROWS, 2 * WGMMA_ROWS):
+            raise ValueError(
+                f"{self.tile} of {self.dtype} and FP4; expected bfloat16, and 64 rows x 128 or 256 columns"
+            )
+        if self.terms % FP4_SCALES_TERMS:
+            raise ValueError(f"{self.terms} terms with FP4; expected a multiple of {FP4_SCALES_TERMS}")
+
     @property
     def fp8(self) -> bool:
         """Whether operands have block scales."""
@@ -104,8 +120,8 @@ class ProductSizes:
 
     @property
     def stage_terms(self) -> int:
-        """Terms of K in one stage: their bytes fill the widest swizzle."""
-        return SWIZZLE // jnp.dtype(self.dtype).itemsize
+        """Terms of K in one stage: their bytes fill the widest swizzle, with FP4 weights twice."""
+        return SWIZZLE // jnp.dtype(self.dtype).itemsize * (2 if self.fp4 else 1)
 
     @property
     def steps(self) -> int:
@@ -159,6 +175,11 @@ class ProductSizes:
         return self.tile.columns // (COMPUTE if self.tile.rows == WGMMA_ROWS else 1)
 
     @property
+    def weight_rows(self) -> int:
+        """Rows of w whose products one warpgroup has in a tile; 0 where both have the same rows of w."""
+        return self.blocks * self.width if self.tile.rows == WGMMA_ROWS else 0
+
+    @property
     def staged_dtype(self) -> DTypeLike:
         """The dtype of the values that warpgroups write through shared memory."""
         if self.tile.splits > 1:
@@ -189,14 +210,21 @@ class ProductSizes:
 
     def scratch(self) -> dict[str, pl.MemoryRef | plgpu.Barrier]:
         """Shared memory and barriers of a thread block."""
-        tile = self.tile
+        tile, copies = self.tile, 2 if self.fp4 else 1
+        weights = (tile.stages, self.blocks, tile.columns)
         scratch: dict[str, Any] = {
             "xs": _operand((tile.stages, self.block_rows, self.stage_terms), self.dtype),
-            "ws": _operand((tile.stages, self.blocks, tile.columns, self.stage_terms), self.dtype),
             "staged": _operand((COMPUTE, WGMMA_ROWS, self.width), self.staged_dtype),
-            "full": plgpu.Barrier(num_arrivals=1 + self.blocks, num_barriers=tile.stages),
+            "full": plgpu.Barrier(num_arrivals=1 + self.blocks * copies, num_barriers=tile.stages),
             "free": plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=tile.stages),
         }
+        if self.fp4:
+            scratch["codes"] = plgpu.SMEM((*weights, self.stage_terms // 2), jnp.uint8)
+            scratch["exponents"] = plgpu.SMEM((*weights, FP4_SCALES), jnp.uint8)
+            # Twice 64 terms: a half is multiplied while the other is written.
+            scratch["expanded"] = _operand((COMPUTE, 2, self.weight_rows, SWIZZLE // 2), self.dtype)
+        else:
+            scratch["ws"] = _operand((*weights, self.stage_terms), self.dtype)
         if self.tile.pair > 1:
             scratch["both_free"] = plgpu.ClusterBarrier(collective_axes=("half",), num_barriers=tile.stages)
         if self.cluster > 1:

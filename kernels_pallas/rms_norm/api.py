@@ -16,6 +16,8 @@ from kernels_pallas.weighed import Weighed
 
 # Numbers of a row that a thread block keeps in registers; more would be spilled.
 _WIDEST = 8192
+# Widths are multiples of this: each warp of a thread block has a block.
+WIDTHS = mosaic_gpu.WARPS * BLOCK
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,10 @@ def _quantised(values: Float[Array, "M k 128"], scale: Float[Array, "k M"]) -> Q
 
 def check(width: int, dtype: DTypeLike) -> None:
     """Refuse rows that the kernel cannot normalise, with a ValueError that says so."""
-    whole = mosaic_gpu.WARPS * BLOCK
     need(
         "rms_norm",
         ("dtype", str(dtype), ("bfloat16", "float32")),
-        (f"rest of the width over {whole}", width % whole, (0,)),
+        (f"rest of the width over {WIDTHS}", width % WIDTHS, (0,)),
         (f"width past {_WIDEST}", max(width - _WIDEST, 0), (0,)),
     )
 

@@ -1,5 +1,6 @@
 """Admission: bounds on waiting requests and their prompt tokens, checked before any work is done."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -140,7 +141,7 @@ class Admission:
         if len(self._finishes) > 1:
             rate = (len(self._finishes) - 1) / max(self._finishes[-1] - self._finishes[0], 1e-3)
             retry = min(max(retry, len(self._reservations) / rate), _LONGEST_RETRY_SECONDS)
-        return Overloaded(f"the queue is full: {why}; try again in {retry:.0f} s", retry)
+        return Overloaded(f"the queue is full: {why}; try again in {math.ceil(retry)} s", retry)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mtp_jax.api.admission import Admission, LazyPrompt, QueueLimits, estimate
 from mtp_jax.api.completions import Prompt, PromptState, RequestOptions, check
 from mtp_jax.api.device_memory import Tag, WeightUpdate
 from mtp_jax.api.helpers import start_helpers
+from mtp_jax.api.hints import hinting
 from mtp_jax.api.hooks import Hooks
 from mtp_jax.api.introduction import introduction
 from mtp_jax.api.llm import LLM
@@ -36,12 +37,13 @@ from mtp_jax.checkpoint.update import WeightSource
 from mtp_jax.engine.request import Terms
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.stats import EngineStats
-from mtp_jax.errors import EngineStopped
+from mtp_jax.errors import EngineStopped, RequestError
 
 _SHORT_PROMPT = 1000
 _T = TypeVar("_T")
 
 
+@hinting(RequestError, "generate", "submit")
 class AsyncLLM:
     """A model that serves many coroutines of one event loop.
 
@@ -102,7 +104,7 @@ class AsyncLLM:
     async def start(self, reporter: Reporter | None = None) -> None:
         """Prepare executables that serve any request, then start; cheaper executables follow while idle."""
         self._loop = asyncio.get_running_loop()
-        with (reporter or Silent()).phase("programs", "executables") as update:
+        with (reporter or Silent()).phase("programs", "executable") as update:
             # Not in the event loop's own threads: its end, after Ctrl-C for one, would wait for the compiler.
             await self.off_loop(lambda: self.warm_up.first(update))
         if grammars := self.llm.engine.grammars:

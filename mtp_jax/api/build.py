@@ -26,7 +26,7 @@ def build_programs(options: LLMOptions, out: Path, report: Reporter) -> KeptProg
     grammars = words and Grammars.of(words, model.config.vocab_size, model.config.eos_token_ids)
     engine = Engine(model.decoding.model.cfg, model.engine, runner, grammars)
     first, rest = engine.warm_up_keys()
-    with report.phase("compile", "executables") as update:
+    with report.phase("compile", "executable") as update:
         runner.compile([*first, *rest], update)
         runner.programs.prepare_state()
     finish(out, options, engine, runner.programs.kept)

@@ -47,7 +47,7 @@ def build_absent(options: LLMOptions, mesh: Mesh, out: Path, report: Reporter) -
     """
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     with absent_server(options, mesh, out, report) as found:
-        with report.phase("compile", "executables") as update:
+        with report.phase("compile", "executable") as update:
             found.programs.prepare_state()
             # In this thread, which alone has the context.
             for count, key in enumerate(found.keys, start=1):

@@ -159,7 +159,7 @@ class PromptState:
         check(prompt, params)
         if tokenizer is None and (isinstance(prompt, str) or params.stop_strings):
             raise RequestError("the model directory has no tokenizer; give token ids and no stop strings")
-        ids = _ids(prompt, tokenizer, engine.config.longest)
+        ids = _ids(prompt, tokenizer, engine.config.longest - 1)
         self.params = params
         requests = engine.make_requests(ids, params, **(terms or {}))
         self.completions = [CompletionState(request, tokenizer) for request in requests]
@@ -207,9 +207,19 @@ class PromptState:
 def check(prompt: Prompt, params: SamplingParams) -> None:
     """Raises RequestError for an argument that is neither a prompt nor sampling parameters at all."""
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, str | Sequence | np.ndarray):
-        raise RequestError(f"the prompt is {prompt!r:.80}; expected a string or a list of token ids")
+        raise RequestError(f"the prompt is {prompt!r:.80}; {_instead_of(prompt)}")
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params = {params!r:.80}; expected SamplingParams")
+
+
+def _instead_of(prompt: object) -> str:
+    given = prompt if isinstance(prompt, Mapping) else {}
+    if "role" in given:
+        return "chat takes messages"
+    for key in ("prompt_token_ids", "prompt"):
+        if key in given:
+            return f"give the value of {key!r} alone"
+    return "expected a string or a list of token ids"
 
 
 def _ids(prompt: Prompt, tokenizer: Tokenizer | None, most: int) -> list[int]:

@@ -1,6 +1,13 @@
-"""The location of the embedded demo model."""
+"""The location and the name of the embedded demo model."""
 
 from pathlib import Path
+
+DEMO = "demo"
+
+
+def path_of(model: str | Path) -> Path:
+    """The path of a model; "demo" is the demo model, unless there is a folder of that name."""
+    return demo_model() if str(model) == DEMO and not Path(DEMO).exists() else Path(model)
 
 
 def demo_model() -> Path:

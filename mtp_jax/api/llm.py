@@ -6,7 +6,7 @@ generate -> Session.step -> Engine.step -> compiled step -> tokens -> Completion
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Unpack, cast
+from typing import Unpack
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mtp_jax.api import probe as probing
 from mtp_jax.api.about import shown
 from mtp_jax.api.completions import Prompt, PromptState, as_prompts
 from mtp_jax.api.device_memory import DeviceMemory, NoWeights, Tag, WeightUpdate
+from mtp_jax.api.hints import hinting
 from mtp_jax.api.identity import Identity, NewWeights, identified
 from mtp_jax.api.load import DescribedModel, LoadedModel, describe_simulated, load_model
 from mtp_jax.api.local import make_runner
@@ -38,10 +39,12 @@ from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.model.narrow import nbytes
 from mtp_jax.options import takes
 from mtp_jax.text.grammar import Grammars
+from mtp_jax.text.messages import conversations
 
 ChatMessages = Sequence[JsonMapping]
 
 
+@hinting(RequestError, "generate", "chat", "stream")
 class LLM:
     """A model ready to generate. Not thread-safe.
 
@@ -157,7 +160,8 @@ class LLM:
         """Answer one or many conversations, rendered by the model's chat template.
 
         Args:
-            messages: a list of objects with ``role`` and ``content``, or a list of such lists.
+            messages: a list of objects with ``role`` and ``content``, which is a string or a list of text
+                parts, or a list of such lists.
             sampling_params: one for all conversations, or one each.
             tools: functions that the model may call, in OpenAI's form; the outputs hold calls as the model
                 writes them. ``SamplingParams(skip_special_tokens=False)`` shows their tags where these are
@@ -165,13 +169,15 @@ class LLM:
             chat_template_kwargs: variables for the template, for example ``{"thinking": True}``.
 
         Raises:
-            RequestError: the model has no tokenizer or no template, or as ``generate``.
+            RequestError: the model has no tokenizer or no template, messages have another form, or as
+                ``generate``.
         """
         if self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; use generate with token ids")
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs = {chat_template_kwargs!r:.80}; expected a dictionary")
         render, more = self.tokenizer.apply_chat_template, chat_template_kwargs or {}
-        texts = (render(cast(ChatMessages, c), tools, **more) for c in conversations)
+        texts = (render(c, tools, **more) for c in conversations(messages))
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params)
 
@@ -410,7 +416,7 @@ class LLM:
         """Compile the programs of these prompts together with the running prompts."""
         requests = [c.request for state in states for c in state.completions]
         compiled = len(self.engine.runner.keys)
-        with self._report.phase("programs", "executables") as update:
+        with self._report.phase("programs", "executable") as update:
             self.engine.prepare(requests, update)
         self.await_files()
         if len(self.engine.runner.keys) > compiled:

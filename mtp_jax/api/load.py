@@ -13,7 +13,7 @@ from mtp_jax import checkpoint
 from mtp_jax.api.built import with_adopted
 from mtp_jax.api.cache_size import CacheSize, sized
 from mtp_jax.api.compile_cache import use_compile_cache
-from mtp_jax.api.demo import demo_model
+from mtp_jax.api.demo import DEMO, path_of
 from mtp_jax.api.local import backend_of, decoding_of
 from mtp_jax.api.model_folder import head_folder, model_folder
 from mtp_jax.api.options import LLMOptions
@@ -91,7 +91,7 @@ def describe_simulated(options: LLMOptions) -> DescribedModel:
 
 def _located(options: LLMOptions, report: Reporter, *, weights: bool = True) -> tuple[Path, ...]:
     """The folders of the model, and of its head where one is named."""
-    own = Path(options.model) if options.model is not None else demo_model()
+    own = path_of(options.model if options.model is not None else DEMO)
     folder = model_folder(own, report, options.revision, weights=weights and not options.random_weights)
     draft = options.draft_model
     return (folder,) if draft is None else (folder, head_folder(Path(draft), report))

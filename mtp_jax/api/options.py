@@ -33,7 +33,7 @@ class LLMOptions(EngineOptions):
     model: str | Path | None = option(
         None,
         "directory with config.json and weights, as released or as convert wrote it, the name of a hub's "
-        "model, org/name, or a GGUF file",
+        "model, org/name, a GGUF file, or demo, the demo model",
         kind=Path,
         unset="the demo model",
         flag=None,

@@ -4,9 +4,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mtp_jax.api.hints import hinting
 from mtp_jax.engine.speculation import Speculation, TokenLogprobs
+from mtp_jax.errors import RequestError
 
 
+@hinting(RequestError)
 @dataclass(frozen=True)
 class CompletionOutput:
     """One completion.
@@ -67,6 +70,7 @@ class Timing:
     finished: float | None
 
 
+@hinting(RequestError)
 @dataclass(frozen=True)
 class RequestOutput:
     """All completions of one prompt, and the effect of speculation on them together.

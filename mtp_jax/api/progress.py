@@ -9,6 +9,8 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from mtp_jax.errors import amount
+
 Advance = Callable[[int, int], None]
 """``update(done, total)``, in the phase's unit."""
 
@@ -21,7 +23,10 @@ class Reporter(Protocol):
     """A receiver of start-up phases."""
 
     def phase(self, name: str, unit: str = "") -> AbstractContextManager[Advance]:
-        """A context that times one phase and yields its ``Advance``. Without a unit nothing is counted."""
+        """A context that times one phase and yields its ``Advance``. Without a unit nothing is counted.
+
+        unit: "B" for bytes, or a noun in the singular.
+        """
         ...
 
 
@@ -123,7 +128,7 @@ def left(seconds: float) -> str:
 def _amount(done: int, total: int, unit: str) -> str:
     if unit == "B":
         return _bytes(done) if done == total else f"{_bytes(done)} of {_bytes(total)}"
-    return f"{done} {unit}" if done == total else f"{done} of {total} {unit}"
+    return amount(total, unit) if done == total else f"{done} of {amount(total, unit)}"
 
 
 def _bytes(count: int) -> str:

@@ -65,11 +65,11 @@ class WarmUp:
 
     @property
     def state(self) -> str:
-        """ "starting", "program n of m", compiled or loaded, or "ready" once no further one will come."""
+        """ "starting", "compiling program n of m" (or loading it), or "ready" once no further one comes."""
         if self._thread.ident is None:
             return "starting"
         total = len(self._first) + len(self._rest)
-        return f"program {self._done + 1} of {total}" if self.running else "ready"
+        return f"compiling program {self._done + 1} of {total}" if self.running else "ready"
 
     def _compile(self, keys: list[Key], update: Callable[[int, int], None] | None = None) -> None:
         began = time.perf_counter()

@@ -19,7 +19,7 @@ from mtp_jax.commands.options import (
     served_name,
 )
 from mtp_jax.commands.parser import Subparsers, positive
-from mtp_jax.errors import EngineStopped, RequestError
+from mtp_jax.errors import EngineStopped, RequestError, amount
 from serve.base.settings import Settings
 from serve.http.in_process import Answer, post
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, answer: "Callable[[BatchWork], str] | None" = 
     if before.done == lines:
         return _end(args, _done(before), before)
     if before.done and not args.quiet:
-        show.note(f"{before.done} of {lines} requests done before")
+        show.note(f"{before.done} of {amount(lines, 'request')} done before")
     counts = batch_file.Counts()
     try:
         work = BatchWork(args, settings, lines - before.done, counts, reporter(args))
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace, answer: "Callable[[BatchWork], str] | None" = 
     except KeyboardInterrupt:
         if not args.quiet:
             done = before.done + counts.answered
-            show.note(f"{done} of {lines} requests done; run the same command again to go on")
+            show.note(f"{done} of {amount(lines, 'request')} done; run the same command again to go on")
         raise
 
 
@@ -138,7 +138,7 @@ def _end(args: argparse.Namespace, summary: str, counts: "Counts") -> int:
         law = model_options(args).law
         show.note(f"{law}; {summary}" if law else summary)
         if counts.warned:
-            show.note(f"{counts.warned} answers came with a warning, the first: {counts.warning}")
+            show.note(f"{amount(counts.warned, 'answer')} came with a warning, the first: {counts.warning}")
     return 1 if counts.failed or counts.failed_before else 0
 
 
@@ -162,7 +162,7 @@ async def _answer(work: BatchWork, allm: "AsyncLLM", in_flight: int) -> float:
     await allm.start(work.report)
     try:
         began = time.perf_counter()
-        with work.report.phase("answer", "requests") as update:
+        with work.report.phase("answer", "request") as update:
             await batch_file.run(
                 args.source, args.target, send, in_flight, lambda: update(counts.answered, work.lines), counts
             )
@@ -173,7 +173,7 @@ async def _answer(work: BatchWork, allm: "AsyncLLM", in_flight: int) -> float:
 
 def told(counts: "Counts", seconds: float) -> str:
     """Counts of lines, and speed."""
-    rate = f"{counts.tokens} tokens in {seconds:.1f} s: {counts.tokens / seconds:.0f} tokens/s"
+    rate = f"{amount(counts.tokens, 'token')} in {seconds:.1f} s: {counts.tokens / seconds:.0f} tokens/s"
     return f"{_done(counts)}; {rate}"
 
 
@@ -190,11 +190,9 @@ def _summary(counts: "Counts", allm: "AsyncLLM", seconds: float) -> str:
     s = allm.stats()
     parts = [told(counts, seconds)]
     if s.drafts:
-        positions = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
+        shares = " ".join(f"{n / s.drafts:.0%}" for n in s.accepted_per_position)
         length = 1 + s.accepted_tokens / s.drafts
-        parts.append(
-            f"acceptance length {length:.2f} where drafted ({positions} of those windows by position)"
-        )
+        parts.append(f"acceptance length {length:.2f} where drafted; drafts accepted {shares} by position")
         steps = ", ".join(f"{n} at depth {d}" for d, n in sorted(s.depth_steps.items()))
         parts.append(f"steps: {steps}")
     return "; ".join(parts)

@@ -21,13 +21,20 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import RequestError, shown
 from serve.http.in_process import Answer
 
 MAX_LINE_BYTES = 8 * 2**20
 # Rewritten as JSON, a character of two bytes becomes an escape of six bytes.
 MAX_BODY_BYTES = 3 * MAX_LINE_BYTES
 _URLS = ("/v1/completions", "/v1/chat/completions")
+# Type, allowed values, if there is a list of them, and both in words.
+_FIELDS: dict[str, tuple[type, tuple[str, ...], str]] = {
+    "custom_id": (str, (), "a string"),
+    "method": (str, ("POST",), "POST"),
+    "url": (str, _URLS, " or ".join(_URLS)),
+    "body": (dict, (), "an object"),
+}
 _BLOCK = 1 << 20
 _ID = "batch_req_"
 _OUTPUT = b'{"id": "%s' % _ID.encode()  # the beginning of a line of the output
@@ -279,12 +286,15 @@ def _finished(target: Path, file: BinaryIO) -> tuple[set[bytes], set[bytes]]:
 
 
 def _lines(source: Path, seen: set[bytes]) -> Iterator[Line]:
+    """The lines; a key of each custom_id is added to ``seen``. Raises RequestError for one that is there."""
     for number, data in _raw_lines(source):
         line = _parsed(number, data)
-        if line.error is None:
-            key = line.key
-            if key in seen:
-                line = Line(number, line.custom_id, error=f"custom_id {line.custom_id!r} occurs twice")
+        if line.custom_id is not None:
+            if (key := _key(line.custom_id)) in seen:
+                raise RequestError(
+                    f"{source} line {number} has the custom_id {shown(line.custom_id)!r} of an earlier line, "
+                    "and answers are told by it; give each line its own"
+                )
             seen.add(key)
         yield line
 
@@ -313,15 +323,26 @@ def _parsed(number: int, data: bytes) -> Line:
     except (ValueError, RecursionError) as error:
         return Line(number, None, error=f"the line is not JSON: {error}")
     name = entry.get("custom_id") if isinstance(entry, dict) else None
-    if not isinstance(name, str):
-        return Line(number, None, error="a line is an object with a custom_id, a string")
-    if entry.get("method") != "POST" or entry.get("url") not in _URLS:
-        got = f"{entry.get('method')!r} {entry.get('url')!r}"[:200]
-        return Line(number, name, error=f"got {got}; expected method POST and url {' or '.join(_URLS)}")
-    body = entry.get("body")
-    if not isinstance(body, dict) or body.get("stream"):
-        return Line(number, name, error="body must be an object, without stream = true")
-    return Line(number, name, entry["url"], json.dumps(body).encode())
+    name = name if isinstance(name, str) else None
+    if fault := _fault(entry):
+        return Line(number, name, error=fault)
+    return Line(number, name, entry["url"], json.dumps(entry["body"]).encode())
+
+
+def _fault(entry: object) -> str | None:
+    """The reason why a line of JSON is no request."""
+    if not isinstance(entry, dict):
+        return f"the line is {entry!r:.80}; expected an object with custom_id, method, url and body"
+    for name, (kind, allowed, expected) in _FIELDS.items():
+        if name not in entry:
+            return f"{name} is missing; expected {expected}"
+        if not isinstance(entry[name], kind) or (allowed and entry[name] not in allowed):
+            return f"{name} = {entry[name]!r:.80}; expected {expected}"
+    if entry["body"].get("stream"):
+        return (
+            f"body has stream = {entry['body']['stream']!r:.80}; leave it out, as answers are written whole"
+        )
+    return None
 
 
 def _result(line: Line, got: Answer | None) -> bytes:

@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
+from mtp_jax.api.demo import path_of
 from mtp_jax.api.progress import Terminal
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_head, draft_folder, model_dir
-from mtp_jax.commands.parser import Parser, Subparsers, add_revision, folder, mesh_shape
+from mtp_jax.commands.parser import Parser, Subparsers, add_revision, mesh_shape
 
 
 def register(subparsers: Subparsers) -> None:
@@ -47,7 +48,7 @@ def register(subparsers: Subparsers) -> None:
 
 def _add_model(parser: Parser) -> None:
     parser.add_argument(
-        "model", type=folder, help="directory with config.json and weights, a GGUF file, or --model DIR"
+        "model", type=path_of, help="directory with config.json and weights, a GGUF file, or --model DIR"
     )
     parser.model_first = True
     add_revision(parser)

@@ -79,7 +79,9 @@ class PlainSteps:
     def told(self, gains: Sequence[float]) -> str:
         """A sentence that explains the gain, or why there is none."""
         saved, cost = max(self.tokens - 1, 0), max(self.cost - 1, 0)
-        facts = f"the drafts of a step save {saved:.2f} plain steps and cost the time of {cost:.2f}"
+        facts = (
+            f"a step's drafts save {saved:.2f} steps without drafts, and take as long as {cost:.2f} of them"
+        )
         if len(gains) < _LEAST or (_differ(gains) and statistics.median(gains) > 1):
             return facts
         if not _differ(gains):

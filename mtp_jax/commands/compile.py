@@ -11,7 +11,7 @@ from mtp_jax.api.progress import Reporter
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_engine, engine_options, llm_options, reporter
 from mtp_jax.commands.parser import Subparsers
-from mtp_jax.errors import ConfigError
+from mtp_jax.errors import ConfigError, amount
 
 if TYPE_CHECKING:
     from mtp_jax.decode.kept import KeptPrograms
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.quiet:
         size = sum((args.out / name).stat().st_size for name in made.used)
         show.note(
-            f"{len(made.used)} programs, {size / 1e6:,.1f} MB; {made.compiled} compiled in "
+            f"{amount(len(made.used), 'program')}, {size / 1e6:,.1f} MB; {made.compiled} compiled in "
             f"{time.process_time() - before:,.0f} CPU s, {made.loaded} found there"
         )
     show.write(f"{args.out}\n")

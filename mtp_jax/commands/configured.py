@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mtp_jax.foreign import advice, nearest
+from mtp_jax.foreign import advice, nearest, value_meant
 from mtp_jax.json_object import JsonObject
 
 FLAG = "--config"
@@ -174,5 +174,7 @@ def _one(action: argparse.Action, value: object, where: str, refuse: Refuse) -> 
     except (TypeError, ValueError):
         refuse(f"{where}: {value!r:.60} is not a number")
     if action.choices is not None and found not in action.choices:
-        refuse(f"{where} is {value!r:.60}; choose from {', '.join(map(str, action.choices))}")
+        close = value_meant(str(found), list(action.choices))
+        hint = f"do you mean {close}?" if close else f"choose from {', '.join(map(str, action.choices))}"
+        refuse(f"{where} is {value!r:.60}; {hint}")
     return found

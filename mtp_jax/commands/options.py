@@ -32,7 +32,7 @@ from mtp_jax.commands.parser import (
 )
 from mtp_jax.engine.config import MODEL, SPECULATION
 from mtp_jax.engine.sampling_params import SamplingParams
-from mtp_jax.errors import ConfigError, RequestError
+from mtp_jax.errors import ConfigError, RequestError, amount
 from mtp_jax.heads.outside import taken_kind
 from mtp_jax.json_object import JsonObject
 from mtp_jax.model.head import DraftFolder
@@ -351,7 +351,7 @@ def ready(report: Reporter, llm: "LLM", args: argparse.Namespace) -> None:
     defaults = {name: value for name, value in llm.sampling_defaults.items() if name not in args}
     cache = "FP8 cache" if engine.kv_cache_dtype == "fp8" else "cache"
     report.ready(
-        f"{c.num_hidden_layers} layers and {drafter(llm)} in {engine.dtype}{of_weights(llm)}, "
+        f"{amount(c.num_hidden_layers, 'layer')} and {drafter(llm)} in {engine.dtype}{of_weights(llm)}, "
         f"{depth(llm)}, {cache} for {pages * engine.page_size:,} tokens, "
         f"{engine.max_num_seqs} at a time{f' ({llm.size.room})' if llm.size.room else ''}"
         + (f"; {described(defaults)}" if defaults else "")

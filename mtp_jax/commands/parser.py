@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from mtp_jax.api.demo import demo_model
+from mtp_jax.api.demo import path_of
 from mtp_jax.commands.configured import FLAG, configure, on_one_line
-from mtp_jax.foreign import advice, nearest
+from mtp_jax.foreign import advice, value_meant
 from mtp_jax.json_object import JsonObject
 
-DEMO = "demo"
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _CHOICE = re.compile(r"invalid choice: '?(.*?)'? \(choose from (.*)\)")
 
@@ -71,7 +70,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
         found = _CHOICE.search(message)
-        if found and (close := nearest(found[1], found[2].replace("'", "").split(", "))):
+        if found and (close := value_meant(found[1], found[2].replace("'", "").split(", "))):
             message = f"{message[: found.start()]}there is no {found[1]!r}; do you mean {close}?"
         self.exit(2, f"error: {on_one_line(message)}; see `{self.prog} --help`\n")
 
@@ -83,11 +82,6 @@ def _with_model_first(arguments: list[str]) -> list[str]:
         if word.startswith("--model="):
             return [word.removeprefix("--model="), *arguments[:i], *arguments[i + 1 :]]
     return arguments
-
-
-def folder(text: str) -> Path:
-    """The folder of a model; "demo" is the demo model, unless there is a folder of that name."""
-    return demo_model() if text == DEMO and not Path(text).exists() else Path(text)
 
 
 class Subparsers(Protocol):
@@ -104,7 +98,7 @@ class Subparsers(Protocol):
 
 
 def add_model(
-    parser: argparse.ArgumentParser, help: str, kind: Callable[[str], object] = folder, default: object = None
+    parser: argparse.ArgumentParser, help: str, kind: Callable[[str], object] = path_of, default: Any = None
 ) -> None:
     """The model of a command: MODEL, or --model DIR. ``cli.py`` finds its folder."""
     add_revision(parser)

@@ -25,6 +25,7 @@ from mtp_jax.commands.options import (
 )
 from mtp_jax.commands.parser import Subparsers, rates
 from mtp_jax.commands.server_options import KEY_VARIABLE, SLOTS, address_of, settings_of
+from mtp_jax.errors import amount
 from mtp_jax.options import declared
 from mtp_jax.wire.tls import TlsFiles
 from serve.base.settings import ACCESS, LIMITS, Settings
@@ -123,7 +124,7 @@ def summary(
     size = llm.weight_bytes // 10**6
     own = f" of {llm.folders[1]}" if len(llm.folders) > 1 else ""
     drafts = f"{drafter(llm)}{own}, {depth(llm)}"
-    keys = f"{len(settings.api_keys)} API key{'s' * (len(settings.api_keys) != 1)}"
+    keys = amount(len(settings.api_keys), "API key")
     who = keys if settings.api_keys else "no API key"
     only = ", this computer only" if settings.is_loopback else ""
     plain = ", NOT ENCRYPTED (--tls-cert, or a proxy)" if settings.is_plain(settings.host) else ""
@@ -134,13 +135,13 @@ def summary(
         kept_prefixes += f", and up to {c.host_cache_gib:g} GiB more in the host's memory"
     if c.files:
         kept_prefixes += f", {c.file_cache_gib:g} GiB in files of {c.files.folder}"
-    what = f"{model.num_hidden_layers} layers, {c.dtype}, {size:,} MB{of_weights(llm)}"
+    what = f"{amount(model.num_hidden_layers, 'layer')}, {c.dtype}, {size:,} MB{of_weights(llm)}"
     rows = {
         "model": f"{', '.join(settings.names)}: {'SIMULATED, no weights' if about.simulated else what}",
         "drafts": drafts,
         "sampling": described(llm.sampling_defaults),
-        "cache": f"{tokens:,} tokens, {tokens / c.max_model_len:.1f} requests of {c.max_model_len:,}; "
-        f"prefixes {kept_prefixes}",
+        "cache": f"room for {tokens:,} tokens: {tokens / c.max_model_len:.1f} requests of the longest, "
+        f"{c.max_model_len:,} tokens; prefixes {kept_prefixes}",
         "sizes": llm.size.why,
         "slots": f"{c.max_num_seqs}; up to {allm.admission.max_requests} requests wait",
         "programs": f"{len(first)} before serving, {len(rest)} smaller ones while it is idle; {kept}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mtp_jax.engine.sampling_params import SamplingParams
 from mtp_jax.engine.speculation import Speculation, TokenLogprobs
+from mtp_jax.errors import amount
 from mtp_jax.json_object import JsonObject
 
 if TYPE_CHECKING:
@@ -107,9 +108,8 @@ def totals(outputs: "list[RequestOutput]", seconds: float) -> str:
     """A line of figures for many completions that shared the engine for ``seconds``."""
     completions = [c for output in outputs for c in output.outputs]
     count = sum(len(c.token_ids) for c in completions)
-    parts = [
-        f"{count} tokens of {len(completions)} completions in {seconds:.2f} s: {count / seconds:.0f} tokens/s"
-    ]
+    many = amount(len(completions), "completion")
+    parts = [f"{count} tokens of {many} in {seconds:.2f} s: {count / seconds:.0f} tokens/s"]
     firsts = [f for output in outputs if (f := output.timing.first_token) is not None]
     if firsts:
         parts.append(f"median first token after {statistics.median(firsts) * 1000:.0f} ms")
@@ -119,15 +119,15 @@ def totals(outputs: "list[RequestOutput]", seconds: float) -> str:
 def failed(outputs: "list[RequestOutput]") -> int:
     """Report the number of completions that ended with an error. Returns the exit status, 1 if any did."""
     ends = Counter(c.finish_reason for output in outputs for c in output.outputs)
-    errors, stuck = ends["error"], ends["no_token"]
+    errors, stuck, many = ends["error"], ends["no_token"], amount(ends.total(), "completion")
     if stuck:
         note(
-            f"error: {stuck} of {ends.total()} completions failed: structured output, --allowed-token-ids, "
+            f"error: {stuck} of {many} failed: structured output, --allowed-token-ids, "
             "--bad-word and --min-tokens together left no token to go on with"
         )
     if errors:
         note(
-            f"error: {errors} of {ends.total()} completions failed: the model's "
+            f"error: {errors} of {many} failed: the model's "
             "numbers were not finite, or structured output grew too complex"
         )
     return 1 if errors or stuck else 0
@@ -148,7 +148,7 @@ def speculation(s: Speculation) -> list[str]:
     rates = [f"{a / v:.0%}" for a, v in zip(s.accepted_per_position, verified, strict=True)]
     parts = [f"acceptance length {s.acceptance_length:.2f}", f"drafts accepted {' '.join(rates)} by position"]
     if off := s.drafted_per_step.count(0):
-        parts.append(f"no drafts in {off} of {s.steps} steps")
+        parts.append(f"no drafts in {off} of {amount(s.steps, 'step')}")
     return parts
 
 

@@ -426,6 +426,7 @@ class Engine:
     def _measure(self, launch: Launched, seconds: float, result: Result) -> None:
         """Count a launch that has just been read."""
         c, key = self.counters, launch.key
+        c.launch_tokens.add(launch.tokens(result), 1)
         if not launch.rows:
             c.prefill_seconds += seconds
             return

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtp_jax.decode.arrays import Chunk, Result, TopLogprobs
-from mtp_jax.decode.keys import Finish, StepKey
+from mtp_jax.decode.keys import COUNT, Finish, StepKey
 from mtp_jax.decode.launches import Pending, ReadRouted, Runner
 from mtp_jax.engine.dead_end import NO_TOKEN, look_ahead
 from mtp_jax.engine.request import Request, Status
@@ -51,6 +51,11 @@ class Launched:
     def columns(self) -> int:
         """Number of token columns of the result."""
         return self.key.room + 1
+
+    def tokens(self, result: Result) -> int:
+        """Number of tokens of prompts that it read, and of tokens that it emitted."""
+        emitted = sum(int(result.packed[row, self.columns + COUNT]) for row, _ in self.everyone)
+        return emitted + (0 if self.chunk is None else int(self.chunk.count.sum()))
 
     def complete_rows(self, row: int, request: Request) -> int:
         """Cache rows complete once this launch is read: after a step all rows but the newest token's."""

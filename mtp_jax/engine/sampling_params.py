@@ -228,8 +228,9 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise RequestError("allowed_token_ids is empty; name at least one token, or leave it out")
         self._freeze("bad_words", str, "strings")
-        if blank := [word for word in self.bad_words if not word.strip()]:
-            raise RequestError(f"bad_words holds {blank[0]!r}; expected words")
+        halves = range(0xD800, 0xE000)  # of characters: no token holds a lone one
+        if wrong := [w for w in self.bad_words if not w.strip() or any(ord(c) in halves for c in w)]:
+            raise RequestError(f"bad_words holds {wrong[0]!a:.80}; expected words")
         if not isinstance(self.logit_bias, Mapping):
             raise RequestError(f"logit_bias = {self.logit_bias!r}; expected token ids and numbers")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller may change the original

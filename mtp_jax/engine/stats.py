@@ -10,6 +10,8 @@ from mtp_jax.engine.balance import ExpertStats
 from mtp_jax.engine.scheduler import Scheduler
 from mtp_jax.store.tier import HostTier, TierStats
 
+# vLLM's bounds of the same.
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 
 
@@ -60,6 +62,7 @@ class Counters:
         accepted_per_position: number of accepted drafts at each position.
         inter_token: seconds from token to token of a request; tokens of one step share the time since the
             step before.
+        launch_tokens: number of tokens of a launch: of prompts that it read, and of texts.
         depth_steps: steps that advanced requests, by depth.
         step_seconds: seconds of these steps, each from the end of the launch before.
         prefill_seconds: seconds of steps that had prompts alone.
@@ -76,6 +79,7 @@ class Counters:
     accepted_first_drafts: Counter[str] = field(default_factory=_by_source)
     accepted_per_position: list[int] = field(default_factory=list)
     inter_token: Histogram = field(default_factory=lambda: Histogram.empty(_GAPS))
+    launch_tokens: Histogram = field(default_factory=lambda: Histogram.empty(_STEP_TOKENS))
     depth_steps: Counter[int] = field(default_factory=Counter)
     step_seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     prefill_seconds: float = 0.0

@@ -79,8 +79,12 @@ class TextStore:
         if not request.other_texts:
             return row
         end = self.width - 1  # behind the last text is a gap, too
-        for tokens in dict.fromkeys(t.tokens for t in self._seen(request)):
-            text = np.frombuffer(tokens, np.int32)[:end]
+        held = set[bytes]()
+        for kept in self._seen(request):
+            if kept.tokens in held:
+                continue
+            held.add(kept.tokens)
+            text = np.frombuffer(kept.tokens, np.int32)[:end]
             row[0, end - len(text) : end] = text
             end -= len(text) + 1
             if end <= 0:

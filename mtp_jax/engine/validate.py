@@ -170,16 +170,11 @@ class InputProcessor:
         config = self.config
         room = config.max_model_len - length
         if room < 1:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens; max_model_len = {config.max_model_len} leaves no room "
-                "for an answer"
-            )
-        least = config.pages_for(length + 1 + spare)
-        if least > self.pages:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens and needs {least} cache pages, the engine has "
-                f"{self.pages}; shorten it or raise num_pages"
-            )
+            change = f"shorten the prompt, or raise max_model_len = {config.max_model_len}"
+            raise PromptTooLong(length, config.max_model_len - 1, change)
+        if config.pages_for(length + 1 + spare) > self.pages:
+            most = max(config.held(self.pages) - spare - 1, 0)
+            raise PromptTooLong(length, most, f"shorten the prompt, or raise num_pages = {self.pages}")
         if params.max_tokens is None:  # the cache sets the limit
             held = self.pages * config.page_size - config.rows_of(config.num_speculative_tokens)
             room = max(min(room, held - length - spare), 1)

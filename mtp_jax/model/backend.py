@@ -13,7 +13,6 @@ has other forms of parts that are slow in XLA on a CPU, ``mosaic_gpu`` has kerne
 between the stages of one backend, the residual stream and the rows of a product, are its own business.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +20,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax.core import FrozenDict
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import KERNELS, measured
+from kernels_pallas import FORMS, KERNELS, measured
 from mtp_jax.errors import ConfigError
 from mtp_jax.model import hyper
 from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
@@ -69,7 +67,7 @@ from mtp_jax.model.params import (
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
-from mtp_jax.model.products.stream import ProductResult, summed
+from mtp_jax.model.products.stream import ProductResult
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.sight import Sight
 from mtp_jax.model.stack import alike, parts, stacked
@@ -219,26 +217,26 @@ class Backend:
         """The input of a sublayer: the stream, or the gated sum of several. Returns (stream, normed rows)."""
         if p is None:
             return self.products.norm(x, weight, cfg.rms_norm_eps, readers)
-        entered, one = hyper.enter(x, p, cfg, self.products.exactly)
-        return entered, self.products.norm(one, weight, cfg.rms_norm_eps, readers)[1]
-
-    def sublayer_input(self, x: Any, p: Hyper | None, cfg: ModelConfig) -> Float[Array, "B W D"]:
-        """The input of a sublayer before its norm; x: an array."""
-        return x if p is None else hyper.enter(x, p, cfg, self.products.exactly)[1]
+        return self.products.enter(x, p, cfg, weight, readers)
 
     def left(self, x: Residual, *outs: ProductResult) -> Residual:
         """The stream with a sublayer's result added, or each of several streams."""
         if not isinstance(x, hyper.Entered):
             return self.products.add(x, *outs)
-        return hyper.leave(x, functools.reduce(jnp.add, map(summed, outs)))
+        return self.products.leave(x, *outs)
+
+    def streams(self, x: Residual) -> Residual:
+        """Several streams between two blocks as an array [B, W, S, D]; one stream as it is."""
+        return self.products.streams(x)
 
     def tap(self, x: Residual) -> Float[Array, "B W D"]:
         """The residual stream between two blocks; the mean of several."""
+        x = self.streams(x)
         return x.mean(axis=2).astype(x.dtype) if hyper.several(x) else self.products.tap(x)
 
     def collapsed(self, x: Residual, p: HyperHead | None, cfg: ModelConfig) -> Residual:
         """The one stream behind the last block."""
-        return x if p is None else hyper.collapse(x, p, cfg, self.products.exactly)
+        return x if p is None else self.products.collapse(self.streams(x), p, cfg)
 
     def finish(self, x: Residual, weight: Float[Array, " D"], eps: float) -> Float[Array, "B W D"]:
         """The norm behind the last block."""
@@ -349,7 +347,7 @@ def mosaic_gpu(
     experts: Way = "sparse",
     exchange: Exchange | None = None,
     micro_batches: int = 1,
-    kernels: frozenset[str] = frozenset(KERNELS),
+    kernels: frozenset[str] = frozenset((*KERNELS, *FORMS)),
     strict: bool = False,
 ) -> Backend:
     """Kernels on a Hopper GPU (docs/kernels.md); see ``HopperProducts`` for ``kernels`` and ``strict``."""

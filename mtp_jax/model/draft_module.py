@@ -158,7 +158,7 @@ def write_cache(
     with jax.named_scope(f"{module.name}_{k}"):
         x, rows = module.merge(params, on, k, given)
         if rows is None:
-            rows = rms_norm(on.sublayer_input(x, p.attention_hyper, cfg), p.attention_norm, cfg.rms_norm_eps)
+            rows = on.entered(x, p.attention_norm, p.attention_hyper, cfg)[1]
         entries = on.kind(cfg).entries(p.attention, cfg, rows, rope_angles(cfg, given.positions))
         return on.write(cache, cache.stored(entries, cfg.row), view.page_table, view.written)
 

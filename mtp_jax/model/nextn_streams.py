@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float
 
-from mtp_jax.model import hyper
 from mtp_jax.model.backend import Backend
 from mtp_jax.model.draft_module import Pass
 from mtp_jax.model.draft_rows import draft_logits
@@ -18,7 +17,7 @@ from mtp_jax.model.layers import rms_norm
 from mtp_jax.model.nextn import NextNLayers
 from mtp_jax.model.params import NextN, Params
 from mtp_jax.model.products.plain import Residual
-from mtp_jax.model.trunk import STREAMS, embed
+from mtp_jax.model.trunk import STREAMS, embed, side_by_side
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class StreamNextN(NextNLayers):
 
     def fed_back(self, params: Params, on: Backend, k: int, x: Residual) -> Float[Array, "B W SD"]:
         """The streams behind the layer."""
-        return x.reshape(*x.shape[:2], -1)
+        return side_by_side(on.streams(x))
 
     def logits(self, params: Params, k: int, z: Float[Array, "*b SD"], on: Backend) -> Float[Array, "*b V"]:
         """Draft logits, from the layer's own collapse and norm, and the trunk's head."""
         p: NextN = params.nextn[k]
         assert p.hyper_head is not None, "a layer with several streams collapses them"
         one = z.reshape(*z.shape[:-1], self.streams, -1)
-        collapsed = hyper.collapse(one, p.hyper_head, self.cfg, on.products.exactly)
+        collapsed = on.collapsed(one, p.hyper_head, self.cfg)
         return draft_logits(params, None, rms_norm(collapsed, p.norm, self.cfg.rms_norm_eps), on)

@@ -190,8 +190,13 @@ class _Passage:
         """Keep the residual stream with this number, if it is wanted."""
         if number in self._wanted:
             on, xs = self._model.on, [x for x, _ in self._batches]
-            found = [x.reshape(*x.shape[:2], -1) if number == STREAMS else on.tap(x) for x in xs]
+            found = [side_by_side(on.streams(x)) if number == STREAMS else on.tap(x) for x in xs]
             self._taps[number] = micro_batches.joined(found, on)
+
+
+def side_by_side(x: Float[Array, "B W S D"]) -> Float[Array, "B W SD"]:
+    """Several streams as one row."""
+    return x.reshape(*x.shape[:2], -1)
 
 
 def run(

@@ -15,6 +15,7 @@ FILE = "added_tokens.json"
 MOST = 2**16
 """Most ids behind the vocabulary: releases add hundreds, and a table has a row for each id."""
 
+_IDS = 10**9  # ids of nine digits at most, as in tokenizer_config.json
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
@@ -60,7 +61,10 @@ def _known_id(backend: tokenizers.Tokenizer, content: str, given: int | None) ->
 
 
 def _with(backend: tokenizers.Tokenizer, entries: list[JsonObject]) -> tokenizers.Tokenizer:
-    """The tokenizer with further tokens. Tokens that are in the vocabulary, too, keep their ids."""
+    """The tokenizer with further tokens. Tokens that are in the vocabulary, too, keep their ids.
+
+    Raises CheckpointError for an id that is too large, and for a model without BPE's table.
+    """
     size = backend.get_vocab_size()
     if wrong := next((e for e in entries if not 0 <= e["id"] < size + MOST), None):
         raise CheckpointError(
@@ -68,6 +72,11 @@ def _with(backend: tokenizers.Tokenizer, entries: list[JsonObject]) -> tokenizer
             f"as the vocabulary has {size} tokens"
         )
     value = json.loads(backend.to_str())
+    if not isinstance(value["model"]["vocab"], dict):
+        raise CheckpointError(
+            f"tokenizer.json has a model of the type {value['model']['type']}; only byte-level BPE is "
+            "supported: convert the tokenizer"
+        )
     value["model"]["vocab"] |= {entry["content"]: entry["id"] for entry in entries}
     found = tokenizers.Tokenizer.from_str(json.dumps(value))
     found.add_tokens(
@@ -93,8 +102,10 @@ def _of_decoder(config: JsonMapping) -> _Declared:
 
 def _of_ids(ids: JsonMapping) -> _Declared:
     for content, token in ids.items():
-        if type(token) is not int or not content:
-            raise CheckpointError(f"{FILE}: {content!r:.80} has the id {token!r:.80}; expected an integer")
+        if type(token) is not int or not 0 <= token < _IDS or not content:
+            raise CheckpointError(
+                f"{FILE}: {content!r:.80} has the id {token!r:.80}; expected an integer from 0 to {_IDS - 1}"
+            )
         yield content, token, {}
 
 

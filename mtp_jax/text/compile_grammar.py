@@ -1,6 +1,8 @@
 """Compilation of a grammar for a vocabulary by llguidance, as a trial and the engine both do it."""
 
 import functools
+import re
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ _STEP_FUEL = 20_000
 # Tokens whose masks are made once, for all grammars that allow them together: text within strings. Two more
 # sets of llguidance's own, white space and longer text, make a table a quarter dearer and no mask cheaper.
 _SLICES = (r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}')
+_LONGEST_REASON = 300  # characters
+_EXCERPT = re.compile(r"\n *\d+ \| ")  # begins a line of the grammar in an error
 
 
 class _Wrapped:
@@ -91,6 +95,18 @@ class CompiledGrammar:
     matcher: LLMatcher
     seconds: float
     held: int = 0
+
+    @property
+    def fault(self) -> str | None:
+        """Why no output fits the grammar, in one line, without the text of its rules; None if one may."""
+        if not self.matcher.is_error():
+            return None
+        reason = self.matcher.get_error().replace("<non-verbose/>", "")
+        _, of_schema, fault = reason.partition("failed to compile JSON schema: ")
+        reason = _EXCERPT.split(fault)[0] if of_schema else reason
+        if reason.startswith("NoExtension"):
+            return "no text the model can write fits it"
+        return textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...")
 
     @classmethod
     def of(cls, table: TokenTable, grammar: str, held: int) -> "CompiledGrammar":

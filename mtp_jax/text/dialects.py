@@ -2,7 +2,7 @@
 
 import re
 
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from mtp_jax.errors import RequestError
 
@@ -10,14 +10,18 @@ _MOST_RULES = 500  # the conversion takes the square of their number: 0.1 s for 
 _MOST_DIGITS = 9  # of a token's id
 _HEADER = "%llguidance {}"
 _RULE = re.compile(r"::=")
-# Comments, strings and expressions, in which nothing stands for a token.
-_LITERAL = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
-_TOKENS = re.compile(r"<\[([^\]\s]*)\]>")
+# The expressions below look at each character a few times at most, as a search for one holds up all threads.
+# llguidance's own search begins anew in each line of white space, and reads on to the end of all of it.
+_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
+# Comments, strings and expressions, in which nothing stands for a token; and a line from a sign on that
+# begins one and has no end.
+_LITERAL = re.compile(r'//[^\n]*|#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(["/][^\n]*)')
+_TOKENS = re.compile(r"<\[([^\]\s<]*)\]>")
 
 
 def is_lark(grammar: str) -> bool:
     """Whether a grammar is in Lark's syntax, rather than in the EBNF of llama.cpp."""
-    return is_lark_syntax(grammar)
+    return _LARK.search(grammar) is not None
 
 
 def of_ebnf(grammar: str) -> str:
@@ -41,7 +45,7 @@ def of_ebnf(grammar: str) -> str:
 
 def token_ids(lark: str) -> list[int]:
     """Ids of the tokens that a grammar in Lark's syntax names. Raises RequestError for sets of ids."""
-    found = _TOKENS.findall(_LITERAL.sub(" ", lark))
+    found = _TOKENS.findall(_LITERAL.sub(lambda found: found[1] or " ", lark))
     sets = [ids for ids in found if not ids.isdecimal() or len(ids) > _MOST_DIGITS]
     if sets:
         raise RequestError(f"the grammar names tokens by <[{sets[0]:.40}]>; expected one id, such as <[7]>")

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from mtp_jax.errors import CheckpointError
 from mtp_jax.json_object import JsonObject
+from mtp_jax.text.damages import damages
 
 _T = TypeVar("_T")
 _BPE = "gpt2"
@@ -118,10 +119,8 @@ def _backend(tokens: list[str], types: list[int], merges: list[str], way: str) -
         )
     # A token in the characters of byte-level BPE has no space.
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
-    try:
+    with damages("tokenizer.ggml.merges do not fit the tokens: {}".format):
         backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=way in _WHOLE))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
     backend.pre_tokenizer = pre_tokenizers.Sequence(list(_WAYS[way]))
     backend.decoder = decoders.ByteLevel()
     added = [

@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +27,11 @@ from llguidance.numpy import (
     fill_next_token_bitmask_par_with_draft_tokens,
 )
 
-from mtp_jax.errors import Overloaded, RequestError
+from mtp_jax.errors import Overloaded, RequestError, SchemaError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.compile_grammar import CompiledGrammar, TokenTable
 from mtp_jax.text.dialects import is_lark, of_ebnf, token_ids
+from mtp_jax.text.enforceable import enforceable
 from mtp_jax.text.json_schema import check_schema, in_full
 from mtp_jax.text.plain_text import token_table
 from mtp_jax.text.structural_tags import tag_grammar
@@ -75,6 +76,9 @@ class StructuredOutput:
         ebnf: a grammar in the EBNF of llama.cpp (GBNF), with a rule "root".
         structural_tag: text in which tags hold JSON or expressions (``text/structural_tags.py``): an object,
             or its text.
+        strict: whether a JSON schema is refused if a part of it cannot be enforced; else that part is left
+            out (``text/enforceable.py``).
+        widened: the parts left out, also of tools, once the grammar has been written.
     """
 
     json_schema: JsonMapping | str | None = None
@@ -84,6 +88,8 @@ class StructuredOutput:
     lark: str | Callable[[bool], str] | None = None
     ebnf: str | None = None
     structural_tag: JsonMapping | str | None = None
+    strict: bool = True
+    widened: list[SchemaError] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
@@ -141,15 +147,22 @@ class StructuredOutput:
     def grammar(self) -> str:
         """The grammar in llguidance's form. Raises RequestError where the text alone shows a fault."""
         try:
-            if self.json_object:
-                return _of_json({"type": "object"})
-            if self.json_schema is not None:
-                return _of_json(_schema(self.json_schema))
+            if self.json_object or self.json_schema is not None:
+                return _of_json(self.enforced)
             if self.lark is not None:
                 return _text(self.lark)
             return LLMatcher.grammar_from_regex(_text(self.regex) if self.choice is None else self._choices())
+        except SchemaError:
+            raise
         except _NO_GRAMMAR as e:
             raise RequestError(f"the structured output is not valid: {e}") from e
+
+    @functools.cached_property
+    def enforced(self) -> JsonObject:
+        """The schema that the output is held to, of a form that is JSON."""
+        if self.json_schema is None:
+            return {"type": "object"}
+        return _schema(self.json_schema, None if self.strict else self.widened)
 
     def _choices(self) -> str:
         choices = self.choice if isinstance(self.choice, list | tuple) else []
@@ -173,11 +186,17 @@ def embedded(schema: JsonMapping) -> str:
     return json.dumps(whole["grammars"][0]["json_schema"])
 
 
-def _of_json(schema: str | JsonObject) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_DEFAULTS, overrides=_JSON_OVERRIDES)
+def _of_json(schema: JsonObject) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults=_JSON_DEFAULTS, overrides=_JSON_OVERRIDES
+    )
 
 
-def _schema(schema: object) -> str:
+def _schema(schema: object, widened: list[SchemaError] | None = None) -> JsonObject:
+    """The schema as llguidance is to have it. widened: gets the parts that have been left out.
+
+    Raises SchemaError for such a part where there is no such list.
+    """
     if isinstance(schema, str) and len(schema) > _LONGEST_TEXT:
         raise RequestError(
             f"json_schema is a text of {len(schema)} characters; at most {_LONGEST_TEXT} are allowed"
@@ -187,8 +206,14 @@ def _schema(schema: object) -> str:
         raise RequestError(f"json_schema is a {type(value).__name__}; expected an object")
     text = json.dumps(value, allow_nan=False)
     _check_length("json_schema", len(text))  # check_schema computes with the schema's numbers
-    check_schema(value)
-    return json.dumps(in_full(value))
+    copy = json.loads(text)
+    faults = [SchemaError(*fault) for fault in enforceable(copy)]
+    if faults and widened is None:
+        raise faults[0]
+    if widened is not None:
+        widened += faults
+    check_schema(copy)
+    return in_full(copy)
 
 
 def _check_length(what: str, length: int) -> None:
@@ -201,7 +226,10 @@ def _check_length(what: str, length: int) -> None:
 def _text(text: object) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{text!r} is a {type(text).__name__}; expected a string")
-    text.encode()  # a lone surrogate raises ValueError
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{text!a:.80} holds half of a character; remove lone surrogates") from None
     return text
 
 
@@ -359,11 +387,8 @@ class Grammars:
         self._trials.start()  # and have its own table made meanwhile
         self.prepare()
         made = CompiledGrammar.of(self._table, grammar, self._trials.run(grammar))
-        if made.matcher.is_error():
-            reason = " ".join(made.matcher.get_error().replace("<non-verbose/>", "").split())
-            if reason.startswith("NoExtension"):
-                reason = "no text the model can write fits it"
-            raise RequestError(f"the structured output cannot be compiled: {reason[:300]}; change it")
+        if made.fault is not None:
+            raise RequestError(f"the structured output cannot be compiled: {made.fault}; change it")
         with self._caching:
             self._cached[grammar] = made
             while len(self._cached) > _CACHED_GRAMMARS or self._held() > _CACHED_BYTES:

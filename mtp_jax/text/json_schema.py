@@ -8,10 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
-from urllib.parse import unquote
 
 from mtp_jax.errors import RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
+from mtp_jax.text.references import referred
 from mtp_jax.text.string_formats import EXPRESSIONS
 
 # The lexer has a state for every remainder.
@@ -144,7 +144,7 @@ def _of_one_value(schema: JsonMapping) -> Iterable[list[JsonMapping]]:
     for s in objects:
         beside = [b for key in _BRANCHES if isinstance(s.get(key), list | tuple) for b in s[key]]
         if isinstance(s.get("$ref"), str):
-            target = _referred(schema, s["$ref"])
+            target = referred(schema, s["$ref"])
             if target is None:  # llguidance decides its meaning
                 return [objects]
             beside.append(target)
@@ -155,24 +155,6 @@ def _of_one_value(schema: JsonMapping) -> Iterable[list[JsonMapping]]:
     for s in objects:
         groups[top(s)].append(s)
     return groups.values()
-
-
-def _referred(schema: object, reference: str) -> object:
-    """The part that a JSON pointer names; None if there is none."""
-    path, found = unquote(reference).split("/"), schema
-    if path[0] != "#":
-        return None
-    for step in path[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(step)
-        elif (
-            isinstance(found, list | tuple) and step.isdecimal() and len(step) < 9 and int(step) < len(found)
-        ):
-            found = found[int(step)]
-        else:
-            return None
-    return found
 
 
 def _objects(value: object) -> Iterator[JsonMapping]:

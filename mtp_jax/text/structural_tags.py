@@ -8,7 +8,7 @@ A tag that is a token of its own is written as that token.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mtp_jax.errors import RequestError
@@ -17,6 +17,7 @@ from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.rules import Rules, Vocabulary, one_of
 
 _T = TypeVar("_T")
+_LONGEST = 8  # times the longest description: each element of "or" has the end of its tag
 _SLASH = re.compile(r"\\.|/", re.DOTALL)
 _BEGINS = re.compile(r"<[^<>\s]+>")
 
@@ -39,6 +40,11 @@ def tag_grammar(wanted: JsonMapping, vocabulary: Vocabulary) -> str:
         rules.name("start", _Formats(rules).of(_member(given, "format", Mapping), ""))
     except RecursionError:
         raise RequestError("structural_tag: formats are nested too deep; give fewer levels") from None
+    if (length := len(rules.text)) > (most := _LONGEST * vocabulary.most):
+        raise RequestError(
+            f"structural_tag makes a grammar of {length} characters; at most {most} are allowed: give fewer "
+            "elements, or a shorter end"
+        )
     return rules.text
 
 
@@ -100,6 +106,10 @@ class _Formats:
         begin = self._rules.literal(_member(wanted, "begin", str)[skipped:])
         return f"{begin} {self.of(_member(wanted, 'content', Mapping), _member(wanted, 'end', str))}"
 
+    def _any_of(self, tags: Iterable[str]) -> str:
+        """The rule for any of these tags, by a name: tags within tags would double with each use of them."""
+        return self._rules.add("tags", one_of(tags))
+
     def _triggered(self, wanted: JsonMapping, end: str) -> str:
         triggers, behind = _members(wanted, "triggers", str), dict[str, list[str]]()
         for tag in _members(wanted, "tags", Mapping):
@@ -111,8 +121,9 @@ class _Formats:
             if token and len(token[0]) > len(trigger) and self._rules.token(token[0]):
                 trigger = token[0]  # a model writes the token, of which the trigger is no part
             behind.setdefault(trigger, []).append(self._tag(tag, len(trigger)))
-        at_once = one_of(f"{self._rules.literal(t)} {one_of(tags)}" for t, tags in behind.items())
-        later = one_of(f"{self._text(t, self._thoughts)} {one_of(tags)}" for t, tags in behind.items())
+        ways = {trigger: self._any_of(tags) for trigger, tags in behind.items()}
+        at_once = one_of(f"{self._rules.literal(t)} {tags}" for t, tags in ways.items())
+        later = one_of(f"{self._text(t, self._thoughts)} {tags}" for t, tags in ways.items())
         rest = self._text(end, self._thoughts)
         if _flag(wanted, "stop_after_first"):
             if _flag(wanted, "at_least_one"):
@@ -121,7 +132,7 @@ class _Formats:
         return f"{at_once if _flag(wanted, 'at_least_one') else ''} {later}* {rest}"
 
     def _separated(self, wanted: JsonMapping, end: str) -> str:
-        tags = one_of(self._tag(tag) for tag in _members(wanted, "tags", Mapping))
+        tags = self._any_of(self._tag(tag) for tag in _members(wanted, "tags", Mapping))
         separator = self._rules.literal(_member(wanted, "separator", str))
         all_tags = tags if _flag(wanted, "stop_after_first") else f"{tags} ({separator} {tags})*"
         maybe = "" if _flag(wanted, "at_least_one") else "?"

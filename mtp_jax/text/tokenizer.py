@@ -17,6 +17,8 @@ from mtp_jax.errors import CheckpointError, PromptTooLong, RequestError
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text import added_tokens, byte_level, tiktoken_file
 from mtp_jax.text.chat_template import OWN_VARIABLES, ChatTemplate, first_line
+from mtp_jax.text.damages import damages
+from mtp_jax.text.messages import with_texts
 from mtp_jax.text.thoughts import Thoughts
 from mtp_jax.text.tools.conversation import for_template
 from mtp_jax.text.tools.formats import format_named, format_of
@@ -120,7 +122,7 @@ class Tokenizer:
                 raise TypeError
             if most is not None and (least := self._least_tokens(text)) > most:
                 raise PromptTooLong(
-                    f"the prompt has {len(text)} characters, at least {least} tokens; at most {most} fit"
+                    f"at least {least}", most, f"shorten the prompt, which has {len(text)} characters"
                 )
             # The encoder of batches lets other threads run meanwhile, which the encoder of one text does not.
             (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -193,17 +195,20 @@ class Tokenizer:
         The checkpoint's own template runs in Jinja's immutable sandbox, in a process of its own. `kwargs`
         reach it as variables, for example `thinking=True`; they, messages and tools are values that JSON has.
 
-        messages, tools: see OpenAI's API. tool_format: the format of calls where the template does
-        not write them; by default the template's own. continue_final_message: the prompt ends with the text
-        of the last message, which the model continues, instead of opening a new answer.
+        messages, tools: see OpenAI's API; parts of a content must be text. tool_format: the format of calls
+        where the template does not write them; by default the template's own. continue_final_message: the
+        prompt ends with the text of the last message, which the model continues, instead of opening a new
+        answer.
 
         Raises:
-            RequestError: no template, a broken one, one above its limits, or one that refuses the messages.
+            RequestError: the messages are not of that form; no template, a broken one, one above its limits,
+                or one that refuses the messages.
             Overloaded: the machine is too busy to render it.
         """
         if taken := sorted(OWN_VARIABLES.intersection(kwargs)):
             raise RequestError(f"chat template variables {taken} are set here; leave them out")
         source = self._template.source(with_tools=tools is not None)
+        messages = with_texts(messages)
         messages = _with_end_marked(messages) if continue_final_message else messages
         form = format_named(tool_format or format_of(source))
         variables = {
@@ -281,7 +286,7 @@ def _read_text(path: Path) -> str:
 
 def _with_end_marked(messages: Sequence[JsonMapping]) -> list[JsonMapping]:
     """The messages, with a mark behind the text of the last. Raises RequestError if that has no text."""
-    *before, last = messages
+    before, last = messages[:-1], messages[-1] if messages else {}
     text = last.get("content")
     if not isinstance(text, str) or not text.strip():
         raise RequestError("continue_final_message: the last message has no text; leave it out")
@@ -299,12 +304,8 @@ def _up_to_the_mark(prompt: str) -> str:
 
 
 def _read_backend(file: Path) -> tokenizers.Tokenizer:
-    try:
+    with damages(lambda reason: f"{file} is damaged: {reason}; copy it again from the release"):
         return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(
-            f"{file} is damaged: {first_line(error)}; copy it again from the release"
-        ) from error
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:

@@ -89,6 +89,7 @@ class Submitted:
 
     Attributes:
         name: the id of its answer.
+        params: parameters of its sampling.
         use: the allowed use of tools; None where no tool may be called.
         thinking: whether its prompt has opened a thought.
         custom: names of the tools that take a text instead of JSON arguments.
@@ -96,6 +97,7 @@ class Submitted:
 
     name: str
     streams: Sequence[Stream]
+    params: SamplingParams
     use: ToolUse | None
     thinking: bool
     custom: frozenset[str]
@@ -116,12 +118,12 @@ async def ask(
     # The thought is no part of the content, in which a client looks for its stop strings.
     stops = body.stop_in_thoughts is True
     params = replace(params, max_thinking_tokens=body.thinking_budget, stop_in_thoughts=stops)
-    longest = server.allm.about.engine.longest
-    prompt = ChatPrompt(server, body, longest if body.truncate_prompt_tokens is None else None)
+    most = server.allm.about.engine.longest - 1
+    prompt = ChatPrompt(server, body, most if body.truncate_prompt_tokens is None else None)
     lazy = LazyPrompt(prompt, body.characters)
     streams = await submit(server, request, body, [lazy], _with_tools(server, params, use), name)
     prompt.warn(request)
-    return Submitted(name, streams, use, prompt.thinking, body.custom)
+    return Submitted(name, streams, params, use, prompt.thinking, body.custom)
 
 
 def _with_tools(server: Server, params: SamplingParams, use: ToolUse | None) -> SamplingParams:

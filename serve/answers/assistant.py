@@ -9,9 +9,11 @@ from mtp_jax import CompletionOutput, JsonObject, RequestOutput
 from serve.answers.asking import Submitted
 from serve.answers.blocks import Blocks, Change
 from serve.answers.calls import Call
+from serve.answers.generation import interruption
 from serve.answers.inputs import Inputs
 from serve.answers.reasoning import ThoughtTokens, may_think
 from serve.answers.turn import Turn
+from serve.base.errors import ApiError
 from serve.base.sse import event
 from serve.base.state import Server
 
@@ -62,6 +64,11 @@ class AssistantCall(Call):
     def completion(self) -> CompletionOutput | None:
         """The newest output; None before the first."""
         return self.last[0].outputs[0] if self.last else None
+
+    @property
+    def failure(self) -> ApiError | None:
+        """The error that has cut the answer; None: the answer is whole, or as long as it may be."""
+        return self.completion and interruption(self.completion, self.server.allm.draining)
 
     @property
     def finish_reason(self) -> str | None:

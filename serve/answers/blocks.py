@@ -18,6 +18,7 @@ class Block:
         index: number of the block among all blocks.
         pieces: pieces of its text, each with some of it.
         id, name: id and name of a call of either kind.
+        ended: whether the model has written the end of the call.
     """
 
     kind: Kind
@@ -25,6 +26,7 @@ class Block:
     pieces: list[str] = field(default_factory=list)
     id: str = ""
     name: str = ""
+    ended: bool = False
 
     @property
     def text(self) -> str:
@@ -63,6 +65,8 @@ class Blocks:
                 called: Kind = "custom" if piece.name in self._custom else "call"
                 changes += [*self._end(), self._begin(called, piece.id or "", piece.name)]
             elif isinstance(piece, CallEnd):
+                if self._open:
+                    self._open.ended = True
                 changes += self._end()
             elif isinstance(piece, CallArguments):
                 changes += self._grow(piece.text)

@@ -7,14 +7,13 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mtp_jax import JsonObject, RequestOutput, Stream
 from serve.answers.generation import check, outputs
 from serve.base.errors import ApiError
-from serve.base.json_answer import JsonAnswer
+from serve.base.json_answer import JsonAnswer, as_json
 from serve.base.sse import COMMENT, DONE, EventStream, event
 from serve.base.state import Server
 from serve.bodies.reading import warning
@@ -86,7 +85,7 @@ class Call(ABC):
         async with aclosing(self._outputs()) as growing:
             async for _ in growing:
                 pass
-        answer = await self._rendered(self.last.values(), lambda: to_json(self.answer()))
+        answer = await self._rendered(self.last.values(), lambda: as_json(self.answer()))
         return JsonAnswer(answer, headers=warning(self.request))
 
     @classmethod

@@ -67,6 +67,8 @@ class ChoicesCall(Call):
             if not self._ended.get(index) and self._is_news(c):
                 choice = self._choice(index, output, c, index in self._ended)
                 self._ended[index] = c.finish_reason is not None
+                if choice.get("delta") == {} and c.finish_reason is None and not self._tells_tokens:
+                    continue  # a part of a call's tags
                 yield self._object(self.chunk_kind, [choice]) | counts
 
     def end(self) -> Iterable[JsonObject]:

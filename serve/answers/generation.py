@@ -7,12 +7,21 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
-from mtp_jax import LazyPrompt, RequestError, RequestOutput, SamplingParams, Stream, Thoughts
+from mtp_jax import (
+    CompletionOutput,
+    LazyPrompt,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    SchemaError,
+    Stream,
+    Thoughts,
+)
 from serve.answers.reasoning import may_think
 from serve.base.errors import ApiError
 from serve.base.sse import aborted_with_client, streams_of
 from serve.base.state import Server
-from serve.bodies.reading import ignore
+from serve.bodies.reading import LONGEST_NAME, MOST_NAMED, ignore, printable
 from serve.bodies.schema import Sampling
 from serve.watch.access_log import record_of
 
@@ -27,6 +36,7 @@ _DEAD_END = (
 
 # OpenAI's clients retry requests with these statuses.
 _NOT_AGAIN = {"x-should-retry": "false"}
+_ABORTED = "aborted"
 
 
 def check_room(server: Server, counts: Sequence[int]) -> None:
@@ -34,7 +44,8 @@ def check_room(server: Server, counts: Sequence[int]) -> None:
     wanted, most = sum(counts), server.allm.admission.max_requests
     if wanted > most:
         n = "/".join(map(str, sorted({*counts})))
-        raise RequestError(f"{len(counts)} prompts of n = {n} are {wanted} requests; the queue takes {most}")
+        prompts = f"{len(counts)} prompts" if counts[1:] else "a prompt"
+        raise RequestError(f"{prompts} of n = {n}, {wanted} requests in all; the queue takes {most}")
 
 
 async def submit(
@@ -66,17 +77,31 @@ async def submit(
     record_of(request.scope).asked = params
     streams: list[Stream] = []
     for i, prompt in enumerate(prompts):
-        stream = await server.allm.submit(
-            prompt,
-            params,
-            request_id=f"{name}_{i}" if len(prompts) > 1 else name,
-            priority=body.priority or 0,
-            timeout=min(limits, default=None),
-            cache_salt=body.cache_salt or "",
-        )
+        try:
+            stream = await server.allm.submit(
+                prompt,
+                params,
+                request_id=f"{name}_{i}" if len(prompts) > 1 else name,
+                priority=body.priority or 0,
+                timeout=min(limits, default=None),
+                cache_salt=body.cache_salt or "",
+            )
+        except SchemaError as error:
+            raise body.unenforced(error) from None
         streams_of(request.scope).append(stream)
         streams.append(stream)
+    for path in _widened(body, params)[:MOST_NAMED]:
+        ignore(request, path)
     return streams
+
+
+def _widened(body: Sampling, params: SamplingParams) -> list[str]:
+    """Paths of the parts of schemas that are not enforced, shortened in the middle."""
+    faults = params.structured.widened if params.structured else ()
+    paths = dict.fromkeys(f"{f.path(body.schema_path(f.tool))}.{f.keyword}".rstrip(".") for f in faults)
+    half = LONGEST_NAME // 2 - 1
+    short = (path if len(path) <= LONGEST_NAME else f"{path[:half]}..{path[-half:]}" for path in paths)
+    return [printable(path) for path in short]
 
 
 async def outputs(
@@ -86,7 +111,8 @@ async def outputs(
     record = record_of(request.scope)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(aborted_with_client(request))
-        sources = [await stack.enter_async_context(aclosing(server.metrics.follow(s))) for s in streams]
+        most = record.asked and record.asked.max_tokens
+        sources = [await stack.enter_async_context(aclosing(server.metrics.follow(s, most))) for s in streams]
         if len(sources) == 1:
             async for output in sources[0]:
                 record.saw(0, output)
@@ -137,8 +163,22 @@ def check(outputs: Collection[RequestOutput], prompts: int, ending: bool) -> Non
     ended = len(outputs) == prompts and all(output.finished for output in outputs)
     if not ended or any(c.num_tokens for c in completions):
         return
-    if "timeout" in reasons:
-        message = "the request's time was over before its first token"
-        raise ApiError(408, message, code="timeout", headers=_NOT_AGAIN)
-    if "abort" in reasons and ending:
-        raise ApiError(503, "the server shut down before the first token", code="unavailable")
+    for c in completions:
+        if (error := interruption(c, ending)) and error.code != _ABORTED:
+            raise error
+
+
+def interruption(c: CompletionOutput, ending: bool) -> ApiError | None:
+    """The error of a completion that its deadline, an abort or the end of the server has cut; None: none has.
+
+    ending: whether the server shuts down.
+    """
+    at = f"after {c.num_tokens} tokens" if c.num_tokens else "before its first token"
+    if c.finish_reason == "timeout":
+        message = f"the request's time was over {at}; raise its timeout, or --request-seconds of the server"
+        return ApiError(408, message, code="timeout", headers=_NOT_AGAIN)
+    if c.finish_reason != "abort":
+        return None
+    if ending:
+        return ApiError(503, f"the server shut down {at}; send this again", code="unavailable")
+    return ApiError(500, f"the request was aborted {at}", code=_ABORTED, headers=_NOT_AGAIN)

@@ -5,10 +5,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pydantic_core import to_json
-
 from mtp_jax import CallArguments, CallBegin, JsonObject
 from serve.answers.turn import Called, Piece
+from serve.base.json_answer import as_json
 
 _LONGEST_START = 4096  # characters before the text, which are a short key; a longer beginning has no text
 
@@ -90,11 +89,11 @@ class _FirstString:
             self._held, self._ended = "", True
 
 
-def arguments(text: str) -> JsonObject:
-    """Arguments as an object; an empty object for a call that was cut or has other arguments."""
+def arguments(text: str) -> JsonObject | None:
+    """Arguments as an object; None for a call that was cut or has other arguments."""
     try:
         found = json.loads(text)
-        to_json(found)  # which nests less deep
+        as_json(found)  # which nests less deep
     except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None

@@ -37,6 +37,7 @@ class Turn:
         """thinking: whether the prompt opened a thought. may_think: whether the output may. use: of tools."""
         self._splitter = Thoughts(may_think).splitter(thinking)
         self._parser = use.parser() if use else None
+        self._forced = use is not None and use.forced
         self._most = None if use is None or use.several else 1
         self._space: list[str] = []
         self.calls = 0
@@ -45,7 +46,8 @@ class Turn:
         """Take a completion, or its new part; return the pieces of the turn that are certain now."""
         ended = c.finish_reason is not None
         if self._parser:
-            parts = self._parser.push(c.text) + (self._parser.flush() if ended else [])
+            parts = self._parser.push(c.text)
+            parts += self._parser.flush(cut=c.finish_reason != "stop") if ended else []
         else:
             parts = [OutputText(c.text)]
         pieces: list[Piece] = []
@@ -60,8 +62,14 @@ class Turn:
         if not ended:
             return pieces
         pieces += self._said(*self._splitter.flush())
-        rest = [OutputText("".join(self._space))] if self._space and not self.calls else []
-        return [*pieces, *rest]
+        if self._space and not (self._calls_follow or self.calls):
+            pieces.append(OutputText("".join(self._space)))
+        return pieces
+
+    @property
+    def _calls_follow(self) -> bool:
+        """Whether the end of the output has cut the beginning of its first call."""
+        return self._parser is not None and (self._forced or self._parser.within)
 
     def _said(self, thought: str, text: str) -> list[Piece]:
         """Pieces of thought and text. White space waits for its sequel: before a call it is dropped."""

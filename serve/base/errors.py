@@ -28,6 +28,7 @@ from serve.watch.access_log import record_of
 _LOG = logging.getLogger(__name__)
 _SHOWN_CHARACTERS = 60
 _MOST_CHARACTERS = 2000  # of a message
+_TOO_LONG = "context_length_exceeded"
 _ROUTES = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /metrics"
 # Replacements for pydantic's messages that speak of Python or of its own classes.
 _WORDS: dict[str, str] = {
@@ -39,6 +40,7 @@ _KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
 }
 
 _ANTHROPIC_KINDS = {413: "request_too_large", 503: "overloaded_error", 500: "api_error"}
@@ -101,7 +103,8 @@ def as_api_error(error: Exception) -> ApiError:
             # A retry on this connection would reach this server again, although other servers have the model.
             return ApiError(503, str(error), code="unavailable", headers=_retry(1) | {"Connection": "close"})
         case PromptTooLong():
-            return ApiError(400, str(error), code="context_length_exceeded")
+            # OpenAI's package prints the message alone, in which langchain looks for the code.
+            return ApiError(400, f"{error} ({_TOO_LONG})", code=_TOO_LONG)
         case RequestError():
             return ApiError(400, str(error))
         case MtpJaxError():

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mtp_jax import JsonMapping, Stream
 from serve.base.errors import ApiError, as_api_error
+from serve.base.json_answer import as_json
 from serve.watch.access_log import record_of
 
 DONE = b"data: [DONE]\n\n"
@@ -25,7 +25,7 @@ _LINE_ENDS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 
 def event(data: JsonMapping) -> bytes:
     """One event of a JSON object."""
-    line = to_json(data)
+    line = as_json(data)
     for character, escaped in _LINE_ENDS.items():
         line = line.replace(character.encode(), escaped)
     return b"data: " + line + b"\n\n"

@@ -75,6 +75,12 @@ class ClientTools:
         name = next(_candidates(identity, {}))
         return name if name in self._identities else self.also.get(name, name)
 
+    def paths(self, places: Iterable[tuple[Identity, str]]) -> dict[str, str]:
+        """Paths of tools' schemas in the chat route's form, and the client's own, which are ``places``."""
+        sent = dict(places)
+        numbered = enumerate(self._identities.values())
+        return {f"tools.{i}.function.parameters": sent[tool] for i, tool in numbered if tool in sent}
+
     def call(self, id: str, identity: Identity, given: str) -> JsonObject:
         """A call of a history, as the chat route has it. given: arguments as JSON text, or a text."""
         name = self.name(identity)

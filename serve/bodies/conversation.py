@@ -248,6 +248,11 @@ class Conversation(Switches):
         )
 
     @property
+    def _numbered(self) -> Iterator[tuple[int, str]]:
+        """The places and names of functions among the tools."""
+        return ((i, t.function.name) for i, t in enumerate(self.tools or ()) if isinstance(t, ToolBody))
+
+    @property
     def functions(self) -> list[ToolBody]:
         """The tools that the prompt describes, as functions."""
         told = [tool.as_function if isinstance(tool, CustomTool) else tool for tool in self.tools or ()]

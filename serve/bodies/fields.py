@@ -207,7 +207,7 @@ class Speculative(Body):
 
 
 class JsonSchema(Body):
-    """The schema of a response format. The server always follows it strictly, whatever ``strict`` says."""
+    """The schema of a response format. ``strict`` refuses a schema of which a part cannot be enforced."""
 
     name: Name | None = None
     description: str | None = None
@@ -242,6 +242,11 @@ class ResponseFormat(Body):
         """The description of structural tags; empty: there is none."""
         found = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
         return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def strict(self) -> bool:
+        """Whether the whole schema must be enforced."""
+        return self.json_schema is not None and self.json_schema.strict is True
 
     @property
     def wanted(self) -> JsonObject | None:

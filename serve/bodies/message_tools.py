@@ -144,6 +144,13 @@ def _changed_by(tool: Identity) -> str:
     return tool.namespace or tool.name
 
 
+def places(tools: Iterable[Tool]) -> Iterator[tuple[Identity, str]]:
+    """Paths of the schemas of tools."""
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, OtherTool):
+            yield from ((identity, f"tools.{i}.input_schema") for identity, _ in tool.entries())
+
+
 def left_out(tools: Iterable[Tool], path: str) -> Iterator[str]:
     """Paths of tools that a server would have to run."""
     for i, tool in enumerate(tools):

@@ -12,7 +12,7 @@ from serve.bodies.client_tools import ClientTools, Identity
 from serve.bodies.conversation import MAX_MESSAGES, TextPart
 from serve.bodies.fields import Body, Name, Stops, Text, TextOr, all_names, bounds, kind_of, member, one_of
 from serve.bodies.foreign import CHAT, EMPTY, Refusing, is_neutral
-from serve.bodies.message_tools import ToolChange, Tools, client_tools, left_out
+from serve.bodies.message_tools import ToolChange, Tools, client_tools, left_out, places
 from serve.bodies.schema import ChatBody
 from serve.bodies.tools import FunctionName, named, some
 from serve.bodies.unread import Unread, check_newest, unread
@@ -336,9 +336,15 @@ class CountBody(Refusing):
         # Here an effort does not switch thinking on.
         value["chat_template_kwargs"] = config.effort and {"reasoning_effort": config.effort}
         if found := config.format or self.output_format:
-            value["response_format"] = {"type": "json_schema", "json_schema": {"schema": found.schema_}}
+            schema = {"schema": found.schema_, "strict": True}  # as Anthropic's API always is
+            value["response_format"] = {"type": "json_schema", "json_schema": schema}
         chat = ChatBody.model_validate(value)
-        return chat.sent_as({"chat_template_kwargs.reasoning_effort": "output_config.effort"})
+        form = "output_config.format" if config.format else "output_format"
+        paths = {
+            "chat_template_kwargs.reasoning_effort": "output_config.effort",
+            "response_format.json_schema.schema": f"{form}.schema",
+        }
+        return chat.sent_as(paths | self.client_tools.paths(places(self.tools or ())))
 
 
 # Fields of chats that this route does not have, with values that change nothing.

@@ -58,6 +58,10 @@ class NativeSampling(Sampling):
             raise ValueError("speculative.metrics: not on this route, see meta_info; leave it out")
         return self
 
+    def schema_path(self, tool: str | None) -> str:
+        """The same."""
+        return f"sampling_params.{next(iter(self.form))}" if self.form else super().schema_path(tool)
+
     @property
     def form(self) -> dict[str, Any]:
         """The form of the output under SGLang's name for it; empty: any."""

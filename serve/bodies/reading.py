@@ -22,7 +22,7 @@ from serve.bodies.fields import Body
 _Body = TypeVar("_Body", bound=Body)
 _LOG = logging.getLogger(__name__)
 MOST_NAMED = 10
-_LONGEST_NAME = 64
+LONGEST_NAME = 64
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which editors and shells on Windows write before a text
 # An escape of half a character: a client has cut a text within an emoji.
 _HALF = re.compile(
@@ -147,4 +147,4 @@ def _required(kind: type[Body]) -> set[str]:
 
 def printable(name: str) -> str:
     """The name of a field, fit for a header."""
-    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:_LONGEST_NAME])
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "?" for c in name[:LONGEST_NAME])

@@ -170,6 +170,17 @@ def entries(tools: Iterable[_Alone | _Namespace], namespace: str = "") -> Iterat
             yield from tool.entries(namespace)
 
 
+def places(
+    tools: Iterable[_Alone | _Namespace], path: str, namespace: str = ""
+) -> Iterator[tuple[Identity, str]]:
+    """Paths of the schemas of tools. path: place of the list of tools."""
+    for i, tool in enumerate(tools):
+        if isinstance(tool, _Namespace):
+            yield from places(tool.tools, f"{path}.{i}.tools", tool.name)
+        elif not isinstance(tool, OtherTool):
+            yield from ((identity, f"{path}.{i}.parameters") for identity, _ in tool.entries(namespace))
+
+
 def left_out(tools: Iterable[_Alone | _Namespace], path: str) -> Iterator[str]:
     """Paths of tools, and of parts of tools, without effect. path: of the object that has the tools."""
     for i, tool in enumerate(tools):

@@ -8,6 +8,7 @@ from pydantic import AliasChoices, Discriminator, Field, Tag, model_validator
 from pydantic_core import to_json
 
 from mtp_jax import JsonObject
+from serve.base.errors import ApiError
 from serve.bodies.client_tools import ClientTools, Identity
 from serve.bodies.conversation import MAX_MESSAGES, RefusalPart
 from serve.bodies.fields import (
@@ -21,14 +22,21 @@ from serve.bodies.fields import (
     one_of,
     told,
 )
-from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out, picked
+from serve.bodies.response_tools import OWN, ToolPick, Tools, entries, left_out, picked, places
 from serve.bodies.schema import CallBody, ChatBody, MaxTokens, most_tokens
 from serve.bodies.tools import FunctionName
 from serve.bodies.unread import Unread, check_newest, unread
 from serve.bodies.variables import Reasoning, Switches
 
 _SAME = ChatBody.model_fields.keys() - {"tools", "tool_choice"}
-_STORED = ("previous_response_id", "conversation", "prompt", "background")
+# Fields of things that are stored at OpenAI, and the advice for each.
+_STORED = {
+    "previous_response_id": "the response is not found, as this server stores none; send the whole "
+    "conversation as input",
+    "conversation": "this server stores none; send the whole conversation as input",
+    "prompt": "this server stores no prompt templates; send the text as instructions and input",
+    "background": "this server keeps no answer to be asked for later; leave it out, and stream the answer",
+}
 _OF_OTHER_ROUTES = ("prompt_logprobs", "return_token_ids", "return_token_origins")
 
 
@@ -229,6 +237,8 @@ _KINDS: dict[str | None, str | None] = {
 
 def _tag(value: object) -> str | None:
     kind = kind_of(value)
+    if kind is None and member(value, "id") is not None and member(value, "role") is None:
+        return None  # a reference, which needs no type
     if kind == "tool_search_call" and _is_elsewhere(value):
         return "another item"
     return _KINDS.get(kind, "another item")
@@ -265,7 +275,7 @@ class ResponsesBody(CallBody, Switches):
     """The body of the route."""
 
     # A field of stored things is refused, unless it is empty.
-    without_effect: ClassVar = CallBody.without_effect | {"client_metadata", "max_tool_calls", *_STORED}
+    without_effect: ClassVar = CallBody.without_effect | {"client_metadata", *_STORED}
 
     input: Annotated[
         Annotated[Text, Tag("a string")]
@@ -284,6 +294,12 @@ class ResponsesBody(CallBody, Switches):
     metadata: JsonObject | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Name], Field(fail_fast=True)] | None = None
+    # Without effect here; the answer repeats them.
+    max_tool_calls: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    prompt_cache_key: Text | None = None
+    safety_identifier: Text | None = None
+    service_tier: Name | None = None
+    user: Text | None = None
 
     @property
     def _items(self) -> "list[_Item]":
@@ -307,14 +323,13 @@ class ResponsesBody(CallBody, Switches):
 
     @model_validator(mode="after")
     def _stands_alone(self) -> "ResponsesBody":
-        for name in _STORED:
+        for name, instead in _STORED.items():
             if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name}: this server stores nothing; send the whole conversation as input")
+                code = "previous_response_not_found" if name == "previous_response_id" else None
+                raise ApiError(400, f"{name}: {instead}", name, code)
         for name in _OF_OTHER_ROUTES:
             if (value := getattr(self, name)) is not None and value is not False:
                 raise ValueError(f"{name}: not on this route; use /v1/chat/completions for it")
-        if self.truncation == "auto":
-            raise ValueError("truncation: only 'disabled' is supported; shorten the input instead")
         if self.n not in (None, 1):
             raise ValueError(f"n: a response is one answer, got {self.n}; leave it out")
         return self
@@ -348,9 +363,17 @@ class ResponsesBody(CallBody, Switches):
             value["reasoning"] = {**value.get("reasoning", {}), "effort": effort}
         formats = [told.format for told in (self.text, *(item.text for item in updates)) if told]
         if found := next(filter(None, reversed(formats)), None):
-            schema = {"name": found.name, "schema": found.schema_} if found.type == "json_schema" else None
+            told = {"name": found.name, "schema": found.schema_, "strict": found.strict}
+            schema = told if found.type == "json_schema" else None
             value["response_format"] = {"type": found.type, "json_schema": schema}
-        return ChatBody.model_validate(value)
+        paths = {"response_format.json_schema.schema": "text.format.schema"}
+        return ChatBody.model_validate(value).sent_as(paths | self.client_tools.paths(self._places()))
+
+    def _places(self) -> Iterator[tuple[Identity, str]]:
+        yield from places(self.tools or (), "tools")
+        for i, item in enumerate(self._items):
+            if isinstance(item, _ToolsItem):
+                yield from places(item.tools, f"input.{i}.tools")
 
     def _messages(self) -> list[JsonObject]:
         turns: list[JsonObject] = []

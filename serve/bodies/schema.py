@@ -5,7 +5,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from mtp_jax import JsonMapping, JsonObject, RequestError, SamplingParams, StructuredOutput
+from mtp_jax import JsonMapping, JsonObject, RequestError, SamplingParams, SchemaError, StructuredOutput
+from serve.base.errors import ApiError
 from serve.bodies.conversation import Conversation
 from serve.bodies.fields import (
     MAX_N,
@@ -131,7 +132,7 @@ class Sampling(Refusing):
             prompt_logprobs=prompt_logprobs,
             num_speculative_tokens=self._depth(),
             suffix_drafts=self.speculative and self.speculative.suffix,
-            structured=self._structured(),
+            structured=self._form(),
             output_kind="delta" if stream else "final_only",
         )
 
@@ -140,6 +141,25 @@ class Sampling(Refusing):
         if s is None:
             return None
         return 0 if s.enabled is False else s.max_tokens
+
+    def schema_path(self, tool: str | None) -> str:
+        """The path of the output's schema in the request, or of that of a tool's parameters."""
+        del tool
+        kind = self.response_format
+        if kind is None:
+            return "structured_outputs.json"
+        return "response_format.json_schema.schema" if kind.json_schema else "response_format.schema"
+
+    def unenforced(self, error: SchemaError) -> ApiError:
+        """The error of a schema that cannot be enforced, with the place in the request."""
+        root = self.schema_path(error.tool)
+        return ApiError(400, error.at(root), error.path(root))
+
+    def _form(self) -> StructuredOutput | None:
+        try:
+            return self._structured()
+        except SchemaError as error:
+            raise self.unenforced(error) from None
 
     def _structured(self) -> StructuredOutput | None:
         kind, own = self.response_format, self.structured_outputs
@@ -151,7 +171,7 @@ class Sampling(Refusing):
             if kind.tags:
                 return StructuredOutput(structural_tag=kind.tags)
             if kind.wanted is not None:
-                return StructuredOutput(json_schema=kind.wanted)
+                return StructuredOutput(json_schema=kind.wanted, strict=kind.strict)
             return StructuredOutput(json_object=True)
         if own is None:
             return None
@@ -261,6 +281,13 @@ class ChatBody(CallBody, Conversation):
     reasoning_format: Literal["none", "raw", "auto", "deepseek", "parsed", "hidden"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, bounds("logprobs")] | None = None
+
+    def schema_path(self, tool: str | None) -> str:
+        """The same, as the client sent it."""
+        path = super().schema_path(tool)
+        if tool is not None:
+            path = next((f"tools.{i}.function.parameters" for i, t in self._numbered if t == tool), "tools")
+        return self._sent.get(path, path)
 
     @model_validator(mode="after")
     def _combines(self) -> "ChatBody":

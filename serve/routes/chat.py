@@ -110,7 +110,7 @@ def _texts(pieces: Sequence[Piece]) -> JsonObject:
 
 def _message(pieces: Sequence[Piece], inputs: Inputs) -> JsonObject:
     """The message of a whole completion."""
-    message = {"content": ""} | _texts(pieces)
+    message = {"content": "", "refusal": None} | _texts(pieces)
     calls = called(pieces)
     if not calls:
         return message

@@ -42,7 +42,7 @@ def _prompt(server: Server, body: CompletionBody, prompt: str | list[int]) -> st
     if body.truncate_prompt_tokens is None and adds:
         return prompt
     tokenizer = server.tokenizer
-    most = server.allm.about.engine.longest if body.truncate_prompt_tokens is None else None
+    most = server.allm.about.engine.longest - 1 if body.truncate_prompt_tokens is None else None
     return LazyPrompt(lambda: body.cut(tokenizer.encode(prompt, adds, most)), len(prompt))
 
 

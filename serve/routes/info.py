@@ -4,7 +4,6 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,7 +11,7 @@ from mtp_jax import LazyPrompt
 from serve.answers.asking import ChatPrompt
 from serve.answers.shapes import token_name
 from serve.base.errors import ApiError
-from serve.base.json_answer import JsonAnswer
+from serve.base.json_answer import JsonAnswer, as_json
 from serve.base.state import Server
 from serve.bodies.reading import read, warning
 from serve.bodies.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
@@ -94,7 +93,7 @@ async def tokenize(server: Server, request: Request) -> Response:
         found: dict[str, object] = {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
         if body.return_token_strs:
             found["token_strs"] = [token_name(tokenizer, t) for t in tokens]
-        return to_json(found)
+        return as_json(found)
 
     answered = await server.allm.in_queue(LazyPrompt(encode, characters), answer)
     if isinstance(encode, ChatPrompt):

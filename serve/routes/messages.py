@@ -21,7 +21,8 @@ from serve.bodies.reading import read, warning
 _NO_THREADS = "thread: this server stores no conversation; leave it out, and send all messages"
 # Fields of an error: Anthropic's package then sends all messages again, also in later requests.
 _SEND_ALL = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-_ENDS = {"length": "max_tokens", "tool_calls": "tool_use"}
+# An answer that was cut otherwise is an error where it is streamed, or where there is nothing of it.
+_ENDS = {**dict.fromkeys(("length", "timeout", "abort"), "max_tokens"), "tool_calls": "tool_use"}
 
 
 async def messages(server: Server, request: Request) -> Response:
@@ -55,9 +56,14 @@ class _Messages(AssistantCall):
         self._tools = tools
 
     def answer(self) -> JsonObject:
-        """A message."""
-        content = [self._block(block, block.text) for block in self.blocks.all]
-        return self._message(content, self._end())
+        """A message, without a call that is written by half, which agents would run."""
+        shown = [block for block in self.blocks.all if not _is_half(block)]
+        if not shown and (failure := self.failure):
+            raise failure
+        end = self._end()
+        if end["stop_reason"] == "tool_use" and not any(block.kind == "call" for block in shown):
+            end["stop_reason"] = "end_turn"
+        return self._message([self._block(block, block.text) for block in shown], end)
 
     def begin(self) -> Iterable[JsonObject]:
         """An empty message."""
@@ -84,7 +90,9 @@ class _Messages(AssistantCall):
             yield {"type": "content_block_stop", "index": index}
 
     def end(self) -> Iterable[JsonObject]:
-        """The events of the end, with its reason."""
+        """The events of the end, with its reason. Raises ApiError for an answer that was cut."""
+        if failure := self.failure:
+            raise failure
         yield from super().end()
         made_by = {"weight_version": self.weight_version, **self.server.fingerprint}
         yield {"type": "message_delta", "delta": self._end(), "usage": self._usage(), **made_by}
@@ -134,5 +142,10 @@ class _Messages(AssistantCall):
             case "call" | "custom":  # which this route does not have
                 tool = self._tools.identity(block.name)
                 toolset = {"toolset_name": tool.namespace} if tool.namespace else {}
-                called = {"id": block.id, "name": tool.name, **toolset, "input": arguments(text)}
+                called = {"id": block.id, "name": tool.name, **toolset, "input": arguments(text) or {}}
                 return {"type": "tool_use", **called}
+
+
+def _is_half(block: Block) -> bool:
+    """Whether a block is a call whose arguments the end of the answer has cut."""
+    return block.kind == "call" and not block.ended and arguments(block.text) is None

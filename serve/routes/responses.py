@@ -30,6 +30,12 @@ _EVENTS = {
     "call": ("function_call_arguments", "arguments"),
     "custom": ("custom_tool_call_input", "input"),
 }
+# Fields of a response: as the request has them; as they were used.
+_REPEATED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "prompt_cache_key", "safety_identifier",
+    "service_tier", "user",
+)  # fmt: skip
+_USED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
 async def responses(server: Server, request: Request) -> Response:
@@ -55,7 +61,7 @@ async def input_tokens(server: Server, request: Request) -> Response:
 class _Responses(AssistantCall):
     def __init__(self, server: Server, request: Request, asked: Submitted, body: ResponsesBody) -> None:
         super().__init__(server, request, asked, body.stream)
-        self._tools = body.client_tools
+        self._tools, self._params = body.client_tools, asked.params
         self._body, self._created = body, int(time.time())
         self._ids: dict[int, str] = {}
         self._number = -1
@@ -64,6 +70,8 @@ class _Responses(AssistantCall):
 
     def answer(self) -> JsonObject:
         """A response."""
+        if failure := self.failure:
+            return self._failed(failure)
         reason = {"reason": "max_output_tokens"} if self._cut else None
         return self._response("incomplete" if self._cut else "completed") | {"incomplete_details": reason}
 
@@ -114,20 +122,31 @@ class _Responses(AssistantCall):
         return super().take(output)
 
     def end(self) -> Iterable[JsonObject]:
-        """The event of the end, with the whole response."""
+        """The event of the end, with the response. A failure ends no item: agents run calls that end."""
+        if failure := self.failure:
+            yield self.error(failure)
+            return
         yield from super().end()
         answer = self.answer()
         yield self._event(f"response.{answer['status']}", {"response": answer})
 
     def error(self, error: ApiError) -> JsonObject:
-        """The event of an error, with its number."""
-        return {**self.refused(error), "sequence_number": self._number + 1}
+        """The event of a failure, with the response so far."""
+        return self._event("response.failed", {"response": self._failed(error)})
 
     @staticmethod
     def refused(error: ApiError) -> JsonObject:
         """The event of an error, in OpenAI's shape."""
         about = {"code": error.code, "message": error.message, "param": error.param}
         return {"type": "error", "sequence_number": 0, **about}
+
+    def _failed(self, error: ApiError) -> JsonObject:
+        """The response of a failure, whose code is one of the two of OpenAI's that are as general."""
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        response = self._response("failed")
+        for item in response["output"][-1:]:
+            item["status"] = "incomplete"
+        return response | {"error": {"code": code, "message": error.message}}
 
     def _event(self, kind: str, fields: JsonObject) -> JsonObject:
         self._number += 1
@@ -159,9 +178,9 @@ class _Responses(AssistantCall):
         return block.kind == "call" and self._tools.identity(block.name).kind != "function"
 
     def _response(self, status: str) -> JsonObject:
-        body, counts = self._body, self.counts
-        same = ("instructions", "max_output_tokens", "temperature", "top_p")
-        told = body.model_dump(by_alias=True, include={*same, "reasoning", "text", "tools"})
+        body, counts, params = self._body, self.counts, self._params
+        options = body.model_dump(by_alias=True, exclude_none=True, include={"reasoning", "text"})
+        tools = body.model_dump(by_alias=True, include={"tools"})["tools"]
         choice = body.tool_choice
         choice = choice.model_dump(exclude_unset=True) if isinstance(choice, Body) else choice
         return {
@@ -173,15 +192,19 @@ class _Responses(AssistantCall):
             "incomplete_details": None,
             "model": self.request.state.model,
             "output": [self._item(block) for block in self.blocks.all],
-            **{name: told[name] for name in same},
+            **{name: getattr(body, name) for name in _REPEATED},
+            **{name: getattr(params, name) for name in _USED},
+            "background": False,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None} | (told["reasoning"] or {}),
+            "reasoning": {"effort": None, "summary": None} | options.get("reasoning", {}),
             "store": False,
-            "text": told["text"] or {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | options.get("text", {}),
             "tool_choice": choice or "auto",
-            "tools": told["tools"] or [],
+            "tools": tools or [],
+            "top_logprobs": 0,
             "truncation": "disabled",
             "weight_version": self.weight_version,
             **self.server.fingerprint,
@@ -190,7 +213,7 @@ class _Responses(AssistantCall):
             if status == "in_progress"
             else {
                 "input_tokens": counts["prompt"],
-                "input_tokens_details": {"cached_tokens": counts["cached"]},
+                "input_tokens_details": {"cached_tokens": counts["cached"], "cache_write_tokens": 0},
                 "output_tokens": counts["output"],
                 "output_tokens_details": {"reasoning_tokens": counts["thought"]},
                 "total_tokens": counts["prompt"] + counts["output"],
@@ -207,11 +230,15 @@ def _call(block: Block, tool: Identity) -> JsonObject:
             text = {_EVENTS[block.kind][1]: block.text}
             return {"type": kind, "call_id": block.id, "name": tool.name, **space, **text}
         case "tool_search":
-            told = {"execution": "client", "arguments": arguments(block.text)}
+            told = {"execution": "client", "arguments": arguments(block.text) or {}}
             return {"type": "tool_search_call", "call_id": block.id, **told}
         case _:
             checks = {"pending_safety_checks": []} if tool.kind == "computer" else {}
-            return arguments(block.text) | {"type": f"{tool.kind}_call", "call_id": block.id, **checks}
+            return (arguments(block.text) or {}) | {
+                "type": f"{tool.kind}_call",
+                "call_id": block.id,
+                **checks,
+            }
 
 
 def _part(block: Block, text: str) -> JsonObject:

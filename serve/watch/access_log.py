@@ -56,8 +56,9 @@ class Record:
     prompts: dict[int, Numbers] = field(default_factory=dict)
 
     def saw(self, prompt: int, output: "RequestOutput") -> None:
-        """Record the next output of a prompt, which continues the output before."""
-        done, before = output.speculation, self.prompts.get(prompt)
+        """Record the next output of a prompt, which has all of the output before, or continues it."""
+        continues = self.asked is not None and self.asked.output_kind == "delta"
+        done, before = output.speculation, self.prompts.get(prompt) if continues else None
         self.prompts[prompt] = Numbers(
             len(output.prompt_token_ids),
             sum(c.num_tokens for c in output.outputs),

@@ -43,6 +43,7 @@ _LATENCY = (
 )
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_COMPLETIONS = (1, 2, 5, 10, 20)
 _LABEL = "model_name"
 _SPECULATION = "vllm:spec_decode_"
 disable_created_metrics()  # a time of creation for each series
@@ -68,6 +69,9 @@ class Metrics:
         self._decode = histogram(
             "vllm:request_decode_time_seconds", "From the first token to the last.", _LATENCY
         )
+        self._inference = histogram(
+            "vllm:request_inference_time_seconds", "From a slot to the end.", _LATENCY
+        )
         self._end = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds",
@@ -78,6 +82,11 @@ class Metrics:
         self._output = histogram(
             "vllm:request_generation_tokens", "Tokens generated for a request.", _LENGTHS
         )
+        self._longest = histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest completion.", _LENGTHS
+        )
+        self._n = histogram("vllm:request_params_n", "Completions asked for.", _COMPLETIONS)
+        self._most = histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", _LENGTHS)
         self._responses = Counter(
             "mtp_jax:http_responses", "HTTP responses.", [_LABEL, "route", "status"], registry=self.registry
         )
@@ -92,9 +101,12 @@ class Metrics:
         self._responses.labels(self._name, route, str(status)).inc()
 
     async def follow(
-        self, stream: Stream | AsyncGenerator[RequestOutput, None]
+        self, stream: Stream | AsyncGenerator[RequestOutput, None], max_tokens: int | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The stream's outputs: its first token is measured as it comes, its end unless it was aborted."""
+        """The stream's outputs: its first token is measured as it comes, its end unless it was aborted.
+
+        max_tokens: most tokens of a completion that its request asked for.
+        """
         output, begun = None, False
         async with aclosing(stream):
             async for output in stream:
@@ -104,6 +116,8 @@ class Metrics:
                 yield output
         if output is not None and all(c.finish_reason not in (None, "abort") for c in output.outputs):
             self._ended(output)
+            if max_tokens is not None:
+                self._most.observe(max_tokens)
 
     def _began(self, output: RequestOutput) -> None:
         t = output.timing
@@ -117,8 +131,12 @@ class Metrics:
         t, longest = output.timing, max(output.outputs, key=lambda c: c.num_tokens)
         self._prompt.observe(len(output.prompt_token_ids))
         self._output.observe(sum(c.num_tokens for c in output.outputs))
+        self._longest.observe(longest.num_tokens)
+        self._n.observe(len(output.outputs))
         if t.finished is not None:
             self._end.observe(t.finished)
+            if t.admitted is not None:
+                self._inference.observe(t.finished - t.admitted)
         # Completions of one prompt grow side by side, if there are slots.
         if longest.decode_seconds is not None and longest.num_tokens > 1:
             self._decode.observe(longest.decode_seconds)
@@ -138,7 +156,8 @@ class _Engine:
     def collect(self) -> Iterator[Metric]:
         """Families of metrics."""
         s = self._allm.stats()
-        yield self._inter_token(s)
+        for name, (text, values) in _histograms(s).items():
+            yield self._histogram(HistogramMetricFamily(name, text, labels=[_LABEL]), values)
         for name, (text, value) in self._gauges(s).items():
             yield self._family(GaugeMetricFamily(name, text, labels=[_LABEL]), {(): value})
         alarms = GaugeMetricFamily(
@@ -226,15 +245,9 @@ class _Engine:
         )
         return self._family(family, {tuple(labels.values()): 1})
 
-    def _inter_token(self, stats: EngineStats) -> Metric:
-        gaps = stats.inter_token
-        family = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds",
-            "From token to token of a request: a step's seconds over its tokens, once per token.",
-            labels=[_LABEL],
-        )
-        bounds = [*map(floatToGoString, gaps.bounds), "+Inf"]
-        family.add_metric([self._name], list(zip(bounds, accumulate(gaps.counts), strict=True)), gaps.sum)
+    def _histogram(self, family: HistogramMetricFamily, values: Any) -> Metric:
+        bounds = [*map(floatToGoString, values.bounds), "+Inf"]
+        family.add_metric([self._name], list(zip(bounds, accumulate(values.counts), strict=True)), values.sum)
         return family
 
     def _family(
@@ -245,6 +258,19 @@ class _Engine:
         for labels, value in values.items():
             family.add_metric([self._name, *labels], value)
         return family
+
+
+def _histograms(s: EngineStats) -> dict[str, tuple[str, Any]]:
+    return {
+        "vllm:inter_token_latency_seconds": (
+            "From token to token of a request: a step's seconds over its tokens, once per token.",
+            s.inter_token,
+        ),
+        "vllm:iteration_tokens_total": (
+            "Tokens of a launch: of prompts that it read, and of texts.",
+            s.launch_tokens,
+        ),
+    }
 
 
 def _counters(s: EngineStats) -> dict[str, tuple[str, float]]:

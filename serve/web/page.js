@@ -318,7 +318,7 @@ function showSpeculation() {
 
 /** Name the model, and say how many programs the server has yet to make ready: it is slower until then. */
 function showState(info) {
-  const warming = info.state.startsWith("program");
+  const warming = info.state.startsWith("compiling");
   $("model").textContent = info.served_model_name + (warming ? `, ${info.state}` : "");
   if (warming) setTimeout(() => serverInfo(options.key.value).then(showState, () => {}), 2000);
 }

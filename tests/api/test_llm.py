@@ -51,6 +51,19 @@ def test_a_notebook_shows_which_engine_it_is(llm, directory):
     assert "drafter=None, depth=0, slots=2" in repr(plain)
 
 
+WRONG_CHATS: list[tuple[Any, str]] = [
+    ("a", "messages = 'a'; expected a list of objects with role and content"),
+    (5, "messages = 5; expected a list"),
+    (["a"], "messages = 'a'; expected a list"),
+    ([{"role": "user", "content": "a"}, "b"], r"messages\[1\] = 'b'; messages are a list of objects"),
+    ([{"content": "a"}], r"messages\[0\]: role = None; expected a string"),
+    ([{"role": "user"}], r"messages\[0\]: content: a message needs text"),
+    ([{"role": "user", "content": 5}], r"content = 5; expected a string, or a list of text parts"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] = .*; only text is read"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "tool_calls holds .* JSON text"),
+]
+
+
 def test_chat_renders_the_template_and_generates(llm, monkeypatch):
     template = (
         "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{{ messages[-1].content }}{{ mood }}"
@@ -66,6 +79,14 @@ def test_chat_renders_the_template_and_generates(llm, monkeypatch):
     assert [tokens(o) for o in llm.chat([[turn], [turn]], GREEDY)] == [
         tokens(o) for o in llm.generate([llm.tokenizer.encode("ab", add_special_tokens=False)] * 2, GREEDY)
     ]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (joined,), (whole,) = llm.chat([{"role": "user", "content": parts}], GREEDY), llm.chat([turn], GREEDY)
+    assert joined.prompt_token_ids == whole.prompt_token_ids
+    for wrong, message in WRONG_CHATS:
+        with pytest.raises(RequestError, match=message):
+            llm.chat(wrong)
+    with pytest.raises(RequestError, match="chat_template_kwargs = 5; expected a dictionary"):
+        llm.chat([turn], chat_template_kwargs=5)
     monkeypatch.setattr(llm, "tokenizer", None)
     with pytest.raises(RequestError, match="token ids"):
         llm.chat([turn])
@@ -227,17 +248,19 @@ def test_kernels_without_a_gpu_are_refused_before_weights_are_read(monkeypatch):
         ),
         (lambda m: m.generate([3, -1]), "token -1"),
         (lambda m: m.generate([[3, "x"]]), "holds 'x'; expected a string or a list of token ids"),
-        (lambda m: m.generate([3] * 96), "96 tokens; max_model_len = 96 leaves no room"),
+        (lambda m: m.generate([3] * 96), "96 tokens > 95 maximum"),
         (lambda m: m.generate("a\ud800"), "lone surrogates"),
         (lambda m: m.generate(["a", "b"], [GREEDY]), "2 prompts with 1 sampling_params"),
         (lambda m: m.generate("a", []), "1 prompts with 0 sampling_params"),
         (lambda m: m.generate("a", {"temperature": 0}), "expected SamplingParams"),
         (lambda m: m.generate("a", [{"temperature": 0}]), "expected SamplingParams"),
-        (lambda m: m.generate({"prompt": "a"}), "expected a string or a list of token ids"),
+        (lambda m: m.generate({"prompt": "a"}), "give the value of 'prompt' alone"),
         (lambda m: m.generate([b"abc"]), "expected a string or a list of token ids"),
         (lambda m: m.generate(b"abc"), "expected a string or a list of token ids"),
         (lambda m: m.generate(None), "the prompt is None; expected"),
         (lambda m: m.generate(5), "the prompt is 5; expected"),
+        (lambda m: m.generate({"prompt_token_ids": [5]}), "give the value of 'prompt_token_ids' alone"),
+        (lambda m: m.generate([{"role": "user"}]), "chat takes messages"),
         (lambda m: m.generate([[True, False]]), "holds True"),
         (lambda m: m.draft([1, 2, 3], 1.5), "num_tokens = 1.5"),
         (lambda m: m.generate("a", SamplingParams(num_speculative_tokens=4)), "num_speculative_tokens = 4"),

@@ -6,7 +6,11 @@ import pytest
 
 import mtp_jax.checkpoint.gguf_llama as gguf_llama
 from mtp_jax import LLM, ConfigError, SamplingParams
+from mtp_jax.api.demo import demo_model
+from mtp_jax.api.load import _located
 from mtp_jax.api.model_folder import model_folder
+from mtp_jax.api.options import LLMOptions
+from mtp_jax.api.progress import Silent
 from mtp_jax.commands import cli
 from tests.api.helpers import SIZES
 from tests.checkpoint.gguf_files import write
@@ -99,3 +103,10 @@ def test_llm_takes_a_file(home, file):
     (output,) = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 4
     assert llm.folders == (model_folder(file),)
+
+
+def test_demo_names_the_demo_model_unless_a_folder_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _located(LLMOptions("demo"), Silent()) == (demo_model(),)
+    (tmp_path / "demo").mkdir()
+    assert _located(LLMOptions("demo"), Silent()) == (Path("demo"),)

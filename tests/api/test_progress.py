@@ -42,9 +42,9 @@ def test_a_line_per_phase(capsys, clock):
         pass  # no time to speak of: no line
     with terminal.phase("allocate"):
         clock[0] += 0.6
-    with terminal.phase("compile", "executables") as update:
+    with terminal.phase("compile", "executable") as update:
         update(3, 3)
-    with terminal.phase("compile", "executables"):
+    with terminal.phase("compile", "executable"):
         pass  # everything was there: no line
     terminal.ready("a model")
     out, err = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_a_line_per_phase(capsys, clock):
 def test_signs_of_life_while_nothing_is_reported(monkeypatch):
     monkeypatch.setattr(progress, "_LINE_EVERY_SECONDS", 0.05)
     monkeypatch.setattr(sys, "stderr", said := io.StringIO())
-    with Terminal().phase("compile", "executables") as update:
+    with Terminal().phase("compile", "executable") as update:
         until(lambda: "so far" in said.getvalue())
         update(1, 4)
         until(lambda: "1 of 4" in said.getvalue())
@@ -72,12 +72,12 @@ def test_signs_of_life_while_nothing_is_reported(monkeypatch):
 @pytest.mark.parametrize(
     ("done", "total", "unit", "seconds", "says"),
     [
-        (237, 1999, "requests", 104.0, ", 2.3/s, 13 min left"),
-        (1, 4, "executables", 10.0, ", 0.1/s, 30 s left"),
+        (237, 1999, "request", 104.0, ", 2.3/s, 13 min left"),
+        (1, 4, "executable", 10.0, ", 0.1/s, 30 s left"),
         (5_000_000, 50_000_000, "B", 2.0, ", 2.5 MB/s, 18 s left"),
-        (1, 1000, "texts", 36.0, ", 0.028/s, 10.0 h left"),
-        (0, 4, "executables", 10.0, ""),
-        (4, 4, "executables", 10.0, ""),
+        (1, 1000, "text", 36.0, ", 0.028/s, 10.0 h left"),
+        (0, 4, "executable", 10.0, ""),
+        (4, 4, "executable", 10.0, ""),
     ],
 )
 def test_rate_and_time_left(done, total, unit, seconds, says):

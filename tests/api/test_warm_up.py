@@ -93,7 +93,7 @@ def test_the_rest_is_compiled_while_idle_alone(warming, programs, idle, caplog):
         begin(warming)
         time.sleep(0.2)
         assert programs.done == ["a", "b"]
-        assert (warming.running, warming.state) == (True, "program 3 of 5")
+        assert (warming.running, warming.state) == (True, "compiling program 3 of 5")
         idle.set()
         until(lambda: not warming.running)
     assert programs.done == ["a", "b", "c", "d", "e"]
@@ -111,7 +111,7 @@ def test_a_request_lets_the_compiler_pause(warming, programs, idle):
     until(lambda: programs.begun == ["a", "b", "c", "d"])
     idle.clear()
     programs.go.release(9)
-    until(lambda: warming.state == "program 5 of 5")  # a program that had begun is finished
+    until(lambda: warming.state == "compiling program 5 of 5")  # a program that had begun is finished
     time.sleep(0.2)
     assert programs.done == ["a", "b", "c", "d"]
     idle.set()

@@ -204,7 +204,9 @@ def test_compare(run, model):
     assert "| depth 0: " in speed
     assert re.search(r"\| \d+\.\d\dx \(.*\) of too few runs to tell, same tokens$", speed)
     assert end.startswith("end to end: ")
-    assert re.fullmatch(r"the drafts of a step save \d\.\d\d plain steps and cost the time of \d+\.\d\d", why)
+    assert re.fullmatch(
+        r"a step's drafts save \d\.\d\d steps without drafts, and take as long as \d+\.\d\d of them", why
+    )
     assert counts.startswith(
         "48 tokens, greedy, medians and quartiles of 2 alternating runs; drafts accepted "
     )
@@ -287,11 +289,11 @@ def timed(seconds: float, steps: int) -> RequestOutput:
     ("drafting", "says"),
     [
         # Ten steps of 4 tokens each, where a plain step takes a second.
-        (20.0, "the drafts of a step save 3.00 plain steps and cost the time of 1.00"),
+        (20.0, "a step's drafts save 3.00 steps without drafts, and take as long as 1.00 of them"),
         (
             50.0,
-            "no gain on this machine: the drafts of a step save 3.00 plain steps and cost the time of 4.00; "
-            "drafts pay where they save more than they cost",
+            "no gain on this machine: a step's drafts save 3.00 steps without drafts, and take as long as "
+            "4.00 of them; drafts pay where they save more than they cost",
         ),
     ],
 )
@@ -301,8 +303,8 @@ def test_the_reason_of_a_gain_or_of_none(drafting, says):
     assert (found.tokens, found.cost) == (4.0, drafting / 10)
     assert found.tokens / found.cost == pytest.approx(40 / drafting)
     assert found.told([40 / drafting] * 6) == says
-    assert found.told([2.0, 0.5] * 3).startswith("no gain beyond noise: the drafts of a step save ")
-    assert found.told([0.5] * 2).startswith("the drafts of a step save ")
+    assert found.told([2.0, 0.5] * 3).startswith("no gain beyond noise: a step's drafts save ")
+    assert found.told([0.5] * 2).startswith("a step's drafts save ")
 
 
 def test_failed_completions_are_told_and_the_status(run, model, monkeypatch):
@@ -436,7 +438,7 @@ def test_ctrl_c_stops_one_answer(run, model, monkeypatch):
 def test_a_chat_that_is_too_long_goes_on(run, model):
     status, _, err = chat(run, model, ["a" * 96, "b"], "--max-tokens", 3)
     assert status == 0
-    assert "leaves no room for an answer; /reset starts anew" in err
+    assert "raise max_model_len = 96; /reset starts anew" in err
     assert "[3 tokens (length)" in err
 
 

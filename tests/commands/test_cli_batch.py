@@ -69,7 +69,7 @@ def test_a_file_is_answered_as_by_the_server_and_again_after_growing(model, open
     assert "temperature" in found["refused"]["response"]["body"]["error"]["message"]
     said = capsys.readouterr().err
     assert "2 answered, 2 failed; 96 tokens in " in said
-    assert re.search(r"acceptance length \d\.\d\d where drafted \(", said)
+    assert re.search(r"acceptance length \d\.\d\d where drafted; drafts accepted \d+% ", said)
 
     source.write_text(source.read_text() + line("late"))
     assert cli.main(command) == 1  # those that failed before still have

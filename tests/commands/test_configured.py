@@ -13,6 +13,7 @@ from mtp_jax.commands import cli
 from mtp_jax.commands.configured import variable
 from mtp_jax.commands.options import flag_of, given
 from mtp_jax.engine.sampling_params import SamplingParams
+from mtp_jax.errors import ConfigError
 from mtp_jax.options import declared
 from serve.base.settings import Settings
 
@@ -46,6 +47,15 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         ("serve --trust-remote-code", "no code of a checkpoint is ever run"),
         ("serve --pipeline-parallel-size 2", "layers are not split"),
         ("serve --temperature 0.6", "requests say it"),
+        ("serve --seed 0", "one without a seed gets a fresh one"),
+        ("serve -c 100", "use --max-model-len"),
+        ("serve --cpu-offload-gb 4", "all weights must fit the devices"),
+        ("serve --kv-offloading-size 4", "use --host-cache-gib"),
+        ("serve --enable-log-requests", "a line per request is logged"),
+        ("serve --disable-uvicorn-access-log", "use --access-log off"),
+        ("serve --slots", "GET /server_info and /metrics tell it"),
+        ("serve --model-impl auto", "config.json says the family"),
+        ("batch -i a -o b", "`mtp-jax batch IN OUT` takes its files without flags"),
         ("generate --max-token 4", "do you mean --max-tokens?"),
         ("generate --temp 1", "use --temperature"),
         ("generate --n-predict 4", "use --max-tokens"),
@@ -60,6 +70,31 @@ def test_an_unknown_option_names_what_is_meant(capsys, argv, says):
     told = error(capsys, *argv.split())
     assert "unrecognized arguments: " in told
     assert f"; {says}" in told or says in told.partition("; ")[2]
+
+
+LEFT_OUT = (
+    "async-scheduling api-server-count enable-sleep-mode stream-interval limit-mm-per-prompt hf-overrides "
+    "language-model-only chat-template-content-format structured-outputs-config "
+    "enable-prompt-tokens-details tokenizer-mode"
+)
+
+
+def test_an_option_without_a_counterpart_gets_the_reason():
+    flags = PARSERS["serve"]._option_string_actions
+    for name in LEFT_OUT.split():
+        assert foreign.advice(f"--{name}", flags).startswith(("leave it out: ", "edit config.json")), name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "meant"), [("kv_cache_dtype", "fp8_e4m3", "fp8"), ("dtype", "half", "bfloat16")]
+)
+def test_a_value_of_another_engine_leads_to_ours(option, value, meant, capsys, tmp_path):
+    flag = f"--{option.replace('_', '-')}"
+    assert f"there is no '{value}'; do you mean {meant}?" in error(capsys, "serve", flag, value)
+    (file := tmp_path / "a.toml").write_text(f'{option} = "{value}"')
+    assert f"do you mean {meant}?" in error(capsys, "serve", "--config", str(file))
+    with pytest.raises(ConfigError, match=rf"{option} = '{value}'; expected .*; do you mean '{meant}'\?"):
+        LLMOptions(**{option: value})
 
 
 def test_nothing_is_made_up(capsys):

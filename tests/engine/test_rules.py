@@ -159,6 +159,7 @@ def test_masks_end_at_a_draft_that_is_none(grammars):
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids holds 'a'; expected integers"),
         ({"bad_words": "word"}, "bad_words = 'word'; expected strings"),
         ({"bad_words": ["a", " "]}, "bad_words holds ' '; expected words"),
+        ({"bad_words": ["a\ud800"]}, r"bad_words holds 'a\\ud800'; expected words"),
         ({"max_thinking_tokens": -1}, "max_thinking_tokens = -1; expected an integer from 0"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from mtp_jax.engine.config import EngineConfig
 from mtp_jax.engine.request import Progress, Request
 from mtp_jax.engine.sampling_params import SamplingParams
-from mtp_jax.engine.texts import GAP, TextStore
+from mtp_jax.engine.texts import GAP, KeptText, TextStore
 from mtp_jax.engine.validate import InputProcessor
 from mtp_jax.errors import ConfigError
 from tests.models import TINY
@@ -78,6 +78,17 @@ def test_the_oldest_texts_are_forgotten():
     assert len(texts) == 3
     assert seen(texts, [0], "a") == []
     assert seen(texts, [0], "b") == [[4], [2], [3]]
+
+
+def test_a_row_that_is_full_looks_at_no_further_text(monkeypatch):
+    """The engine's thread makes a row for each request that gets a slot; a store has thousands of texts."""
+    texts, looked = TextStore(8), list[KeptText]()
+    for n in range(50):
+        texts.add(request([n], [n, n]))
+    all_of = texts._seen
+    monkeypatch.setattr(texts, "_seen", lambda r: (looked.append(t) or t for t in all_of(r)))
+    assert seen(texts, [9]) == [[9, 9], [49, 49], [48]]
+    assert len(looked) == 3
 
 
 def test_nothing_is_kept_or_seen_where_nothing_is_wanted():

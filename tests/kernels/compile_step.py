@@ -3,7 +3,8 @@
     python -m tests.kernels.compile_step [PATTERN] [--layer]
 
 Four layers, one of them dense, and the NextN layer; a window of 4, FP8 weights; 128 slots of 4,096 rows each,
-or (``sparse_...``) 40 slots of 12,288 rows with DeepSeek-V3.2's indexer: a token chooses 2,048 of them.
+or (``sparse_...``) 40 slots of 12,288 rows with DeepSeek-V3.2's indexer: a token chooses 2,048 of them. Of
+DeepSeek-V4-Flash (``v4_...``) four layers, no two of which are alike, and its MTP layer; one slot.
 Needs jax 0.11 or newer: what older ones compile has another budget.
 """
 
@@ -16,7 +17,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from mtp_jax.model.backend import Backend, mosaic_gpu, xla
 from mtp_jax.model.cache import LayerCache, PagedView
 from mtp_jax.model.config import IndexerConfig, ModelConfig
 from mtp_jax.model.device import compiler_options
+from mtp_jax.model.family import config_of
 from mtp_jax.model.layers import rope_angles
 from mtp_jax.model.mla import Form
 from mtp_jax.model.narrow import Fp8
@@ -48,6 +50,7 @@ from mtp_jax.model.sharding import partition
 from mtp_jax.model.sight import Sight
 from mtp_jax.model.trunk import Model, block
 from mtp_jax.model.visible import chain
+from tests.lab.planning.releases import RELEASES
 
 PAGE = 64
 BUDGET = Path(__file__).with_name("step_budget.toml")
@@ -81,6 +84,8 @@ LOADS = {
     "slots8_": Load(8, 4096, meshes=("one", "model8")),
 }
 DENSE = LOADS[""]
+# Formats of DeepSeek-V4's experts, by the name of the program.
+V4 = {"v4_one": "fp8"}
 # Layers of DeepSeek-V3 that have a cache: its trunk's, and NextN.
 WHOLE = 61 + 1
 
@@ -138,17 +143,28 @@ def backend(mesh: Mesh) -> Backend:
     return mosaic_gpu(mesh if mesh.size > 1 else None)
 
 
-def compile_step(layers: int, mesh: Mesh, dump: Path, load: Load = DENSE) -> Program:
-    """The greedy step of a model with so many layers; its cache is donated."""
-    cfg, data, columns = v3(layers, load.indexer), mesh.shape["data"], load.rows // PAGE
-    sizes = StateShape(load.slots, load.slots // data * columns, PAGE, columns, cfg.dtype)
+def v4(experts: str) -> ModelConfig:
+    """Four layers of DeepSeek-V4-Flash: window attention twice, then entries of 4 and of 128 tokens.
+
+    Tokens choose the experts of the first three. experts: their format, as in config.json.
+    """
+    changes = {"num_hidden_layers": 4, "compress_ratios": [0, 0, 4, 128, 0], "expert_dtype": experts}
+    return replace(config_of(RELEASES["DeepSeek-V4-Flash"] | changes), dtype="bfloat16")
+
+
+def compile_step(
+    cfg: ModelConfig, params: Params, mesh: Mesh, dump: Path, load: Load, page: int = PAGE
+) -> Program:
+    """The greedy step of a model; its cache is donated."""
+    data, columns = mesh.shape["data"], load.rows // page
+    sizes = StateShape(load.slots, load.slots // data * columns, page, columns, cfg.dtype)
     model, drafter = Model(cfg, backend(mesh)), build(cfg)
     state = abstract_state(Model(cfg, xla(mesh)), drafter, sizes)
     key = StepKey(load.slots, load.depth, columns, SamplingMode())
     everywhere, empty = NamedSharding(mesh, PartitionSpec()), box_of(key, data)
     box = jax.ShapeDtypeStruct(empty.shape, empty.dtype, sharding=everywhere)
     run = jax.jit(into_box(Step(Decoding(model, drafter), key)), donate_argnums=(1, 2))
-    return compile_program(mesh, run, fp8_params(cfg, mesh), state, box, dump=dump)
+    return compile_program(mesh, run, params, state, box, dump=dump)
 
 
 def compile_layers(mesh: Mesh, layers: int, dump: Path, load: Load = DENSE) -> Program:
@@ -245,13 +261,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         target.prepare(Path(folder))
         cases = [(kind + on, load, on) for kind, load in LOADS.items() for on in load.meshes]
+        for what in ("PTX", "PTXAS", "SASS"):  # of some fifty kernels, minutes' worth
+            os.environ.pop(f"MOSAIC_GPU_DUMP_{what}", None)
+        check = check_layer if arguments.layer else check_step
         for name, load, on in cases:
             if arguments.pattern in name:
-                mesh = absent.mesh_of("h200", MESHES[on], ("data", "model"))
-                for what in ("PTX", "PTXAS", "SASS"):  # of some fifty kernels, minutes' worth
-                    os.environ.pop(f"MOSAIC_GPU_DUMP_{what}", None)
-                check = check_layer if arguments.layer else check_step
-                faults += check(name, mesh, Path(folder, name), load)
+                faults += check(name, mesh_of(on), Path(folder, name), load)
+        for name, experts in V4.items():
+            if arguments.pattern in name and not arguments.layer:
+                faults += check_v4(name, experts, Path(folder, name))
     print("\n".join(faults) or "within budget")
     return int(bool(faults))
 
@@ -288,12 +306,14 @@ def beyond(more: tuple[str, ...], less: tuple[str, ...]) -> list[str]:
 
 def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     """Memory of the step, and whether it makes wider copies of weights, or arrays of all that tokens see."""
-    started, program = time.perf_counter(), compile_step(4, mesh, dump, load)
+    started, cfg = time.perf_counter(), v3(4, load.indexer)
+    params = fp8_params(cfg, mesh)
+    program = compile_step(cfg, params, mesh, dump, load)
     memory: Any = program.compiled.memory_analysis()
-    width = v3(4).row.width + (load.indexer.dim if load.indexer else 0)
+    width = cfg.row.width + (load.indexer.dim if load.indexer else 0)
     of_layer = load.slots // mesh.shape["data"] * load.rows * width * 2
     cache, share = 5 * of_layer, 100 * program.temp_mib * 2**20 / (WHOLE * of_layer)
-    copies = wide_copies(program.compiled, fp8_params(v3(4, load.indexer), mesh))
+    copies = wide_copies(program.compiled, params)
     beyond = beyond_scores(program.compiled, mesh, load)
     gib = {what: getattr(memory, f"{what}_size_in_bytes") / 2**30 for what in ("argument", "alias")}
     print(
@@ -311,6 +331,25 @@ def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     if mesh.size == 1:  # on a mesh XLA chooses here where results lie
         found |= {"moved": program.moved, "arguments": program.arguments}
     return kept + [fault for what, got in found.items() for fault in over(name, what, got)]
+
+
+def check_v4(name: str, experts: str, dump: Path) -> list[str]:
+    """Launches, loops and memory of DeepSeek-V4's step, as a whole."""
+    started, mesh, cfg = time.process_time(), mesh_of("one"), v4(experts)
+    params = abstract_params(cfg, cfg.dtype, {"fp8", "fp4"}, mesh)
+    program = compile_step(cfg, params, mesh, dump, LOADS["slots1_"], page=2 * PAGE)
+    text = program.compiled.as_text() or ""
+    found = {"launches": len(program.launches), "entries": program.entries, "loops": text.count(" while(")}
+    found |= {"temp_mib": program.temp_mib, "moved": program.moved, "arguments": program.arguments}
+    found["wide_weights"] = wide_copies(program.compiled, params).total()
+    told = ", ".join(f"{what} {got:.4g}" for what, got in found.items())
+    print(f"{name}: {told}; {time.process_time() - started:.0f} CPU s", flush=True)
+    return [fault for what, got in found.items() for fault in over(name, what, got)]
+
+
+def mesh_of(on: str) -> Mesh:
+    """H200s that are not there."""
+    return absent.mesh_of("h200", MESHES[on], ("data", "model"))
 
 
 def over(name: str, what: str, got: float) -> list[str]:

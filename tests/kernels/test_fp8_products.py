@@ -130,6 +130,16 @@ def test_linear_and_mlp_equal_those_of_float64(rng):
         assert distance(y, want) < rounded(MLP, jnp.float8_e4m3fn)
 
 
+@pytest.mark.parametrize("count", [5, pytest.param(130, marks=pytest.mark.rest)])
+def test_a_product_for_each_group_equals_float64(rng, count):
+    """Of few tokens a group has one tile, of 130 two, the second with two rows."""
+    x = random_rows(rng, count, 3, 256)
+    w, scale = random_fp8(rng, 3, 128, 256)
+    y = jax.jit(partial(fp8.fp8_by_group, implementation="xla"))(x, w, scale)
+    want = np.einsum("tgi,goi->tgo", x.astype(np.float64), expanded(w, scale))
+    assert distance(y, want) < rounded(1, jnp.float8_e4m3fn)
+
+
 def test_rows_quantised_before_give_the_same(rng):
     """Bit by bit, in one program."""
     x = random_rows(rng, 7, 256)

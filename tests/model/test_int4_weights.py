@@ -176,7 +176,7 @@ def test_no_kernel_multiplies_them(packed, plain):
     """Where a kernel must, that is an error; where it may, XLA does it."""
     given: dict[str, Any] = {"kernels": frozenset(("fp8_matmul", "grouped_matmul"))}
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, packed.params)
-    with pytest.raises(ConfigError, match="weights are Int4, must be FP8 or arrays"):
+    with pytest.raises(ConfigError, match="weights are Int4, must be FP8, FP4 or arrays"):
         forward(half, mosaic_gpu(**given, strict=True))
     same(forward(packed.params, mosaic_gpu(**given)), forward(plain.params))
 

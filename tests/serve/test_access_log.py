@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtp_jax import Speculation
+from mtp_jax import SamplingParams, Speculation
 from serve.watch.access_log import LOGGER, JsonLines, Record, log_connection, log_request, record_of, set_up
 from tests.serve.conftest import Running, wait_until
 
@@ -29,6 +29,18 @@ def untouched() -> Any:
     yield
     LOGGER.setLevel(level)
     LOGGER.handlers[:], LOGGER.propagate = handlers, propagate
+
+
+@pytest.mark.parametrize(("kind", "drafted"), [("delta", 6), ("cumulative", 3), ("final_only", 3)])
+def test_drafts_are_counted_once(kind, drafted):
+    """A stream of /generate has everything so far in each output, one of other routes its new part."""
+    record = Record(asked=SamplingParams(output_kind=kind))
+    one: Any = SimpleNamespace(
+        prompt_token_ids=[1], outputs=[], cached_tokens=0, timing=None, speculation=Speculation([1], [3])
+    )
+    record.saw(0, one)
+    record.saw(0, one)
+    assert (record.prompts[0].drafted, record.prompts[0].accepted) == (drafted, drafted // 3)
 
 
 @pytest.mark.parametrize("stream", [False, True])

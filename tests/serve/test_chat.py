@@ -36,7 +36,7 @@ def test_the_template_is_rendered(client, fresh: LLM):
     )
     answer = chat(client)
     (choice,) = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": expected[0].outputs[0].text}
+    assert choice["message"] == {"role": "assistant", "content": expected[0].outputs[0].text, "refusal": None}
     assert answer["object"] == "chat.completion"
     assert answer["id"].startswith("chatcmpl-")
     assert answer["usage"]["prompt_tokens"] == len("user: hi\nassistant:")

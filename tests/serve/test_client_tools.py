@@ -388,6 +388,14 @@ def test_an_answer_is_a_history(client):
     assert [call["function"]["name"] for call in calls] == ["tool_search", "mail__list"]
 
 
+def begun(client, **body: Any) -> dict[str, Any]:
+    """The block with which the stream of a message begins; a limit may cut it."""
+    answer = client.post("/v1/messages", json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    return next(event["content_block"] for event in events if "content_block" in event)
+
+
 def message(*blocks: dict[str, Any], **fields: Any) -> MessagesBody:
     turns = [{"role": "user", "content": [*blocks, {"type": "text", "text": "q"}]}]
     return MessagesBody.model_validate({"messages": turns, "max_tokens": 2, **fields})
@@ -410,9 +418,7 @@ def test_a_client_runs_versions_of_anthropics_tools(client, kind, name, argument
     assert tool.function.name == name
     assert argument in (tool.function.parameters or {})["properties"]
     asked = {"messages": [USER], "tools": tools, "max_tokens": 100, "temperature": 0}
-    called = client.post("/v1/messages", json={**asked, "tool_choice": {"type": "tool", "name": name}})
-    assert called.status_code == 200, called.text
-    (block,) = called.json()["content"]
+    block = begun(client, **asked, tool_choice={"type": "tool", "name": name})
     assert (block["type"], block["name"]) == ("tool_use", name)
 
 
@@ -443,9 +449,7 @@ def test_a_toolset_stands_for_tools_that_the_client_runs(client):
     asked = {"messages": [USER], "tools": tools, "max_tokens": 60, "temperature": 0}
     called = {"type": "tool", "disable_parallel_tool_use": True}
     for name, toolset in (("new_tab", "browser"), ("computer", "computer")):
-        answer = client.post("/v1/messages", json={**asked, "tool_choice": {**called, "name": name}})
-        assert answer.status_code == 200, answer.text
-        block = answer.json()["content"][0]
+        block = begun(client, **asked, tool_choice={**called, "name": name})
         assert (block["type"], block["toolset_name"]) == ("tool_use", toolset)
         assert f"{toolset}__{block['name']}" in names
     history = {"type": "tool_use", "id": "a", "name": "new_tab", "toolset_name": "browser", "input": {}}

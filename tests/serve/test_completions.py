@@ -397,13 +397,6 @@ def test_wrong_options_say_what_to_change(client, body, param, says):
     assert error["type"] == "invalid_request_error"
 
 
-def test_a_prompt_that_is_too_long_has_a_code_of_its_own(client):
-    """Clients shorten a conversation when they see it."""
-    error = post(client, 400, prompt="a" * 500)["error"]
-    assert "500 tokens" in error["message"]
-    assert error["code"] == "context_length_exceeded"
-
-
 def test_another_model_does_not_exist(client):
     error = post(client, 404, model="other")["error"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")

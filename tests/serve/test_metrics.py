@@ -63,6 +63,7 @@ def test_the_last_output_is_what_counts():
     assert sums["vllm:time_to_first_token_seconds_sum"] == 2
     assert sums["vllm:request_decode_time_seconds_sum"] == 9
     assert sums["vllm:e2e_request_latency_seconds_sum"] == 11
+    assert sums["vllm:request_inference_time_seconds_sum"] == 10.5
 
 
 def test_the_first_token_is_measured_when_it_comes():
@@ -95,6 +96,8 @@ def test_time_per_token_is_that_of_the_longest_completion(tokens):
     sums = sums_after(output(*tokens))
     assert sums["vllm:request_time_per_output_token_seconds_sum"] == 1
     assert sums["vllm:request_generation_tokens_sum"] == sum(tokens)
+    assert sums["vllm:request_max_num_generation_tokens_sum"] == 10
+    assert sums["vllm:request_params_n_sum"] == len(tokens)
 
 
 def test_a_completion_that_waits_for_a_slot_is_not_slower_for_it():

@@ -1,5 +1,6 @@
 """Requests as clients in the field write them, each of a kind that nothing else here writes."""
 
+import json
 from typing import Any
 
 import anthropic
@@ -7,6 +8,8 @@ import httpx2
 import openai
 import pytest
 
+from serve.answers.inputs import arguments
+from serve.base.sse import event
 from serve.bodies import reading
 from serve.bodies.messages import MessagesBody
 from serve.bodies.responses import ResponsesBody
@@ -59,6 +62,16 @@ def test_halves_of_characters_cost_no_more_than_others(monkeypatch):
     with pytest.raises(ValueError, match=r"surrogate|hex escape"):
         reading._parsed(b'["' + rb"\ud83d" * 100_000 + b'"]')
     assert next(calls) == reading._MOST_HALVES
+
+
+def test_answers_have_no_number_that_json_lacks(client: httpx2.Client):
+    """Python reads 1e400 as infinity, and NaN; JavaScript's clients read neither."""
+    body = b'{"input": "q", "max_output_tokens": 1, "metadata": {"a": 1e400}}'
+    answer = json.loads(raw(client, body, RESPONSES).text, parse_constant=pytest.fail)
+    assert answer["metadata"] == {"a": None}
+    assert (
+        event({"input": arguments('{"a": NaN, "b": -1e400}')}) == b'data: {"input":{"a":null,"b":null}}\n\n'
+    )
 
 
 def test_models_in_the_shapes_of_both_apis(server: Running, client: httpx2.Client):
@@ -124,7 +137,7 @@ FORM = {"schema": {"type": "object"}}
         ("/generate", "token_ids_logprob", [1], "use top_logprobs_num"),
         ("/generate", "session_params", {"id": "a"}, "stores no session"),
         (RESPONSES, "tool_choice", {"type": "function", "function": {"name": "f"}}, "name: this field"),
-        (RESPONSES, "background", True, "stores nothing"),
+        (RESPONSES, "background", True, "keeps no answer"),
     ],
 )
 def test_a_field_that_changes_an_answer_elsewhere_is_refused(client: httpx2.Client, path, field, value, says):

@@ -203,7 +203,7 @@ def test_health_and_ready(client):
     assert client.get("/health").json() == {"status": "ok"}
     ready = client.get("/ready").json()
     assert ready["status"] == "ready"
-    assert re.fullmatch(r"ready|program \d+ of \d+", ready["state"])
+    assert re.fullmatch(r"ready|compiling program \d+ of \d+", ready["state"])
 
 
 def test_unknown_routes_and_methods_are_openai_errors(client):
@@ -256,6 +256,8 @@ def test_metrics_count_what_happened(client):
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
         assert grown(f"vllm:{name}_seconds_count") == 1
     assert grown("vllm:request_generation_tokens_sum") == 30
+    assert grown("vllm:request_params_max_tokens_sum") == 30
+    assert grown("vllm:iteration_tokens_total_sum") == 3 + 30
     first = grown("vllm:time_to_first_token_seconds_sum")
     assert 0 < first < grown("vllm:e2e_request_latency_seconds_sum")
     assert 0 < grown("vllm:inter_token_latency_seconds_count") < 30

@@ -15,7 +15,7 @@ import pytest
 from mtp_jax import LLM, JsonObject, Overloaded, Tokenizer
 from mtp_jax.api.admission import Admission
 from mtp_jax.api.local import local_runner
-from serve.base.errors import ApiError
+from serve.base.errors import ApiError, as_api_error
 from serve.bodies import reading
 from serve.bodies.counting import MAX_NAMES, MAX_OBJECTS, MAX_VALUES, Objects, check_text
 from serve.routes import completions
@@ -54,6 +54,10 @@ def test_a_full_queue_says_what_did_not_fit():
         admission.reserve(2, 1)
     with pytest.raises(Overloaded, match="80 prompt tokens wait and 30 more came; at most 100 may"):
         admission.reserve(1, 30)
+    admission._finishes.extend((0.0, 3.3))  # an answer in as many seconds
+    with pytest.raises(Overloaded, match=r"; try again in 4 s$") as caught:
+        admission.reserve(2, 1)
+    assert as_api_error(caught.value).headers == {"Retry-After": "4"}
     admission.release(reservation)
 
 
@@ -131,7 +135,7 @@ def test_a_text_that_must_be_too_long_is_not_tokenised(server: Running, monkeypa
     monkeypatch.setattr(Tokenizer, "_least_tokens", lambda self, text: len(text))
     answer = server.variant().post(route, json=body)
     assert answer.status_code == status, answer.text
-    assert ("characters, at least" in answer.text) == (status == 400)
+    assert ("is too long: at least" in answer.text) == (status == 400)
 
 
 def test_counting_keeps_no_long_answer_waiting(server: Running, monkeypatch):

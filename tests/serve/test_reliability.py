@@ -74,7 +74,7 @@ def test_more_prompts_than_ever_fit_are_a_client_error(server, client, monkeypat
     monkeypatch.setattr(server.allm._submissions, "admission", Admission(4, 10**6))
     answer = client.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b", "c"], "n": 2})
     assert answer.status_code == 400
-    assert "3 prompts of n = 2 are 6 requests; the queue takes 4" in answer.json()["error"]["message"]
+    assert "3 prompts of n = 2, 6 requests in all; the queue takes 4" in answer.json()["error"]["message"]
     assert client.post("/v1/completions", json={**GREEDY, "prompt": ["a", "b"], "n": 2}).status_code == 200
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response
 
 PLAIN: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 100}
 SCHEMA = {
@@ -87,6 +88,35 @@ def test_text_in_a_schema(api):
         assert stream.get_final_response().output_text == found.output_text
 
 
+USAGE = {
+    "user": "u",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "service_tier": "auto",
+    "max_tool_calls": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0, "top_p": 0.5, "truncation": "auto", **USAGE},
+        {"tools": [GO], "tool_choice": "required", "reasoning": {"effort": "low"}, "presence_penalty": 1},
+        {"text": {"format": {"type": "json_object"}, "verbosity": "low"}, "max_output_tokens": 3},
+        {"text": {"verbosity": "low"}, "store": True},
+    ],
+)
+def test_a_response_has_the_fields_of_openais(client, more):
+    answer = client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 100, **more}).json()
+    found = Response.model_validate(answer)  # as a client does that trusts no server
+    assert (found.temperature, found.top_p) == (more.get("temperature", 1), more.get("top_p", 1))
+    assert answer["presence_penalty"] == more.get("presence_penalty", 0)
+    assert answer["frequency_penalty"] == found.top_logprobs == 0
+    assert {name: answer[name] for name in USAGE} == {name: more.get(name) for name in USAGE}
+    assert (found.background, answer["store"], found.truncation) == (False, False, "disabled")
+    assert (found.completed_at is not None) == (found.status == "completed")
+
+
 def test_an_answer_that_is_cut_says_so(api):
     found = api.responses.create(input="hi", **PLAIN | {"max_output_tokens": 3})
     assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -98,13 +128,16 @@ def test_an_answer_that_is_cut_says_so(api):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"previous_response_id": "resp_1"}, "stores nothing"),
-        ({"background": True}, "stores nothing"),
-        ({"truncation": "auto"}, "shorten the input"),
+        ({"previous_response_id": "resp_1"}, "not found, as this server stores none"),
+        ({"background": True}, "background: this server keeps no answer"),
+        ({"prompt": {"id": "pmpt_1"}}, "no prompt templates; send the text as instructions"),
+        ({"input": [{"id": "msg_1"}]}, "nothing is stored here that could be referred to"),
+        ({"input": "a" * 400, "truncation": "auto"}, "shorten the prompt"),
         ({"extra_body": {"prompt_logprobs": 1}}, "use /v1/chat/completions"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "function_call_output"),
     ],
 )
 def test_what_is_not_supported_is_refused(api, body, says):
-    with pytest.raises(openai.BadRequestError, match=says):
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
         api.responses.create(**{"input": "hi", **PLAIN, **body})
+    assert (caught.value.code == "previous_response_not_found") == ("previous_response_id" in body)

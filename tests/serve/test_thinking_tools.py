@@ -262,10 +262,39 @@ def test_tokens_of_a_thought_are_counted_up_to_a_call(form):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [("5", {}), ('"x"', {}), ("[1]", {}), ("null", {}), ('{"a":' * 100_000, {}), ('{"a": [1]}', {"a": [1]})],
+    ("text", "choice", "shown"),
+    [
+        ("\n\n", "required", ""),
+        ("\n\n<", "required", ""),
+        ("\n\n<", "auto", ""),
+        ("\n\n<tool_call>\n{", "auto", ""),
+        ("\n\n", "auto", "\n\n"),
+        ("\nas x <", "auto", "\nas x"),
+    ],
 )
-def test_arguments_that_are_no_object_are_an_empty_one(arguments, expected):
+def test_the_beginning_of_a_call_that_a_limit_cuts_is_no_text(text, choice, shown):
+    def said(reason: str) -> str:
+        turn = Turn(False, False, ToolUse.of("json", [Tool("f")], choice))
+        pieces = [piece for c in text[:-1] for piece in turn.push(completion(c, None))]
+        pieces += turn.push(completion(text[-1], reason))
+        return "".join(piece.text for piece in pieces if isinstance(piece, OutputText))
+
+    assert said("length") == said("timeout") == shown
+    assert choice == "required" or "tool" in text or said("stop") == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("5", None),
+        ('"x"', None),
+        ("[1]", None),
+        ("null", None),
+        ('{"a":' * 100_000, None),
+        ('{"a": [1]}', {"a": [1]}),
+    ],
+)
+def test_arguments_that_are_no_object_are_none(arguments, expected):
     assert inputs.arguments(arguments) == expected
 
 

@@ -78,6 +78,7 @@ def test_a_streamed_call_is_the_whole_ones(api):
     assert "".join(c.function.arguments for c in calls).strip() == whole.function.arguments
     assert deltas[-1].finish_reason == "tool_calls"
     assert not any(d.delta.content for d in deltas)
+    assert all(d.delta.model_dump(exclude_none=True) for d in deltas[:-1])  # tags make no event
 
 
 def test_auto_lets_the_model_write_text_and_none_hides_the_tools(api, server):

@@ -89,6 +89,13 @@ def test_marks_and_the_template_are_the_file_s(facts):
     assert found.config["chat_template"] is None
 
 
+def test_a_merge_that_is_longer_than_all_tokens_is_a_damage(facts):
+    """The library panics."""
+    longest = max(facts["tokenizer.ggml.tokens"], key=lambda token: len(token.encode()))
+    with pytest.raises(CheckpointError, match="merges do not fit the tokens: range end"):
+        GgufTokens(facts | {"tokenizer.ggml.merges": [f"{longest} {longest}"]})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

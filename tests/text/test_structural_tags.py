@@ -4,11 +4,14 @@ Tags with a finite language are among the languages of test_grammar.
 """
 
 import json
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from mtp_jax.errors import RequestError
+from mtp_jax.text.dialects import is_lark, token_ids
 from mtp_jax.text.grammar import Grammars, StructuredOutput
 from mtp_jax.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
@@ -29,6 +32,7 @@ CALLED = {
     "triggers": ["<call"],
     "tags": [{"begin": "<call>x", "content": NUMBER, "end": "\n</call>"}],
 }
+MANY = {"type": "or", "elements": [{"type": "const_string", "value": "x"}] * 99}
 SPELT = {"<call>": 104, "</call>": 105}
 
 
@@ -124,6 +128,33 @@ def nested(levels: int) -> dict[str, Any]:
     return {"format": found}
 
 
+DEEP = '{"format": ' + '{"type": "or", "elements": [' * 2000 + '{"type": "any_text"}' + "]}" * 2000 + "}"
+
+
+def within(kind: dict[str, Any], levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "const_string", "value": "x"}
+    for _ in range(levels):
+        found = {**kind, "tags": [{"begin": "<f", "content": found, "end": ">"}]}
+    return {"format": found}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"type": "tags_with_separator", "separator": ",", "at_least_one": True},
+        {"type": "triggered_tags", "triggers": ["<"], "at_least_one": True, "stop_after_first": True},
+        {"type": "triggered_tags", "triggers": ["<"], "at_least_one": True},
+    ],
+)
+def test_tags_within_tags_make_a_grammar_of_their_size(
+    grammars: Grammars, tokenizer: Tokenizer, kind: dict[str, Any]
+):
+    """A tag is written twice, and so would be each tag in it: 30 levels, 3 KB, took all memory."""
+    wanted = StructuredOutput(structural_tag=within(kind, 12))
+    assert len(wanted.behind(False, None, tokenizer.added_id)) < 4096
+    assert takes(grammars, tokenizer, wanted, "<f" * 12 + "x" + ">" * 12)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -148,8 +179,13 @@ def nested(levels: int) -> dict[str, Any]:
             "must be the last of a sequence",
         ),
         ({"structural_tag": {"format": {"type": "const_string", "value": "a" * 2**16}}}, "at most 65536"),
-        ({"structural_tag": '{"format": ' * 5000}, "structural_tag is not JSON: maximum recursion depth"),
         ({"structural_tag": nested(300)}, "nested too deep"),
+        # Python's JSON reads fewer levels than this before 3.13, and these since.
+        ({"structural_tag": DEEP}, "structural_tag is not JSON: maximum recursion depth|nested too deep"),
+        (
+            {"structural_tag": {"format": {"type": "tag", "begin": "<", "end": "e" * 9999, "content": MANY}}},
+            "a grammar of .* characters; at most 524288 are allowed",
+        ),
         ({"ebnf": "root := 'a'"}, "the grammar is not valid EBNF: Expected ::= at line 1"),
         ({"ebnf": 'x ::= "a"'}, "No 'root' rule found; expected rules such as"),
         ({"ebnf": "root ::= " + "(" * 9000 + '"a"' + ")" * 9000}, "nested too deep"),
@@ -157,6 +193,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"ebnf": "root ::= root"}, "cannot be compiled"),
         ({"ebnf": "a" * 2**16 + "b"}, "at most 65536"),
         ({"ebnf": 3}, "3 is a int; expected a string"),
+        ({"ebnf": "\ud800"}, "half of a character"),
         ({"lark": "start: <[7]>"}, r"the grammar names <\[7\]>, no special token"),
         ({"lark": "start: <[104-105]>"}, r"names tokens by <\[104-105\]>; expected one id"),
         ({"lark": "start: <[99999999999]>"}, "expected one id"),
@@ -175,6 +212,20 @@ def test_a_grammar_may_name_special_tokens_and_spell_what_looks_like_one(
 ):
     wanted = StructuredOutput(lark='start: <[104]> "<[7]>" /<[0-9]>/ // <[7]>')
     assert takes(grammars, tokenizer, wanted, "<call><[7]><3>")
+
+
+@pytest.mark.parametrize("text", ["\n" * 2**16, "/" + r"\/" * 2**15, '"' + r"\"" * 2**15, "<[" * 2**15])
+def test_a_look_at_a_grammar_takes_time_as_its_length_does(text: str):
+    began = time.thread_time()
+    assert not is_lark(text)
+    with suppress(RequestError):
+        assert not token_ids(text)
+    assert time.thread_time() - began < 1  # some milliseconds; its square would be ten seconds or more
+
+
+def test_lark_has_a_start_or_a_line_of_its_own_library():
+    assert all(map(is_lark, ("start: a", 'a: "b"\n \n\t start :a', "\n%llguidance {}\nstart: a")))
+    assert not any(map(is_lark, ('root ::= "start:"', 'restart: "a"', 'root ::= "a" # start: b')))
 
 
 def test_a_thought_comes_before_them(grammars: Grammars, tokenizer: Tokenizer):

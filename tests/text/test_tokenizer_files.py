@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import models
 
 from mtp_jax.api.demo import demo_model
 from mtp_jax.errors import CheckpointError
@@ -88,6 +90,8 @@ def test_tokens_that_are_there_change_nothing(tmp_path):
         ({"added_tokens_decoder": {"7": "a"}}, "expected an id, and an object with content"),
         ({"added_tokens_decoder": [1]}, "added_tokens_decoder is"),
         ({"ids": {NEW: "7"}}, "added_tokens.json: '<|new|>' has the id '7'"),
+        ({"ids": {NEW: -1}}, "has the id -1; expected an integer from 0 to"),
+        ({"ids": {NEW: 2**40}}, "expected an integer from 0 to 999999999"),
         ({"extra_special_tokens": 7}, "extra_special_tokens is 7"),
         ({"extra_special_tokens": [7]}, "expected tokens: strings"),
     ],
@@ -96,6 +100,25 @@ def test_files_that_disagree_are_refused(tmp_path, given, says):
     with pytest.raises(CheckpointError) as refused:
         Tokenizer.from_dir(folder_with(tmp_path, **given))
     assert says in str(refused.value)
+
+
+def test_another_kind_of_tokenizer_is_refused_with_tokens_beside_it(tmp_path):
+    folder = folder_with(tmp_path, extra_special_tokens=[NEW])
+    tokenizers.Tokenizer(models.Unigram([("a", 0.0)])).save(str(folder / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="a model of the type Unigram; only byte-level BPE"):
+        Tokenizer.from_dir(folder)
+
+
+def test_merges_that_no_token_is_made_of_are_a_damage(tmp_path):
+    """The library panics for one that would be longer than all tokens."""
+    folder = folder_with(tmp_path)
+    file = folder / "tokenizer.json"
+    value = json.loads(file.read_text())
+    longest = max(value["model"]["vocab"], key=len)
+    value["model"]["merges"].append([longest, longest])
+    file.write_text(json.dumps(value))
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is damaged: range end .*; copy it again"):
+        Tokenizer.from_dir(folder)
 
 
 def test_further_templates_are_found_by_name(tmp_path):

@@ -41,7 +41,7 @@ def answer_on_ray(options: RayOptions, work: BatchWork) -> str:
             own = stack.enter_context(cluster(options.ray_address))
         reserves = reservation(options, data * model, own=own)
         began = time.perf_counter()
-        with work.report.phase("answer", "requests") as update:
+        with work.report.phase("answer", "request") as update:
             _answer(job, size, options, reserves, given, lambda: update(counts.answered, work.lines))
         return told(counts, time.perf_counter() - began)
 

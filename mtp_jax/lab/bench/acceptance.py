@@ -8,6 +8,7 @@ well the model predicts text that it did not write.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from mtp_jax.api.demo import path_of
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.local import local_runner
 from mtp_jax.api.outputs import RequestOutput
@@ -17,7 +18,7 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench import bits, cost
 from mtp_jax.lab.bench.report import Report
-from mtp_jax.lab.bench.subject import EqualPrompts, Subject, directory_of, prompts_for
+from mtp_jax.lab.bench.subject import EqualPrompts, Subject, prompts_for
 from mtp_jax.lab.planning.work import expected_experts
 
 _GRAM = 8
@@ -59,7 +60,7 @@ def run(model: str, load: AcceptanceLoad) -> Report:
     depth = load.depth
     if depth < 1:
         raise ConfigError(f"depth = {depth}; expected at least 1: without drafts there is nothing to accept")
-    directory = directory_of(model)
+    directory = path_of(model)
     levels, text, source = [], None, ""
     for number, tokens in enumerate(load.draft_vocab or [None]):
         llm = LLM(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_jax.api.demo import path_of
 from mtp_jax.api.llm import LLM
 from mtp_jax.api.outputs import RequestOutput
 from mtp_jax.engine.sampling_params import SamplingParams
@@ -12,7 +13,6 @@ from mtp_jax.errors import ConfigError
 from mtp_jax.json_object import JsonObject
 from mtp_jax.lab.bench.acceptance import figures_of
 from mtp_jax.lab.bench.report import Report
-from mtp_jax.lab.bench.subject import directory_of
 from mtp_jax.text.tokenizer import Tokenizer
 
 QUESTIONS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def run(model: str, asked: QuestionLoad) -> Report:
         raise ConfigError(
             f"depth = {asked.depth}; expected at least 1: without drafts there is nothing to accept"
         )
-    directory = directory_of(model)
+    directory = path_of(model)
     tokenizer = Tokenizer.from_dir(directory)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ConfigError(f"{directory} has no tokenizer with a chat template; name a model that answers")

@@ -8,7 +8,7 @@ import jax
 from tokenizers import Tokenizer
 
 from mtp_jax import checkpoint
-from mtp_jax.api.demo import demo_model
+from mtp_jax.api.demo import DEMO, path_of
 from mtp_jax.api.local import local_engine
 from mtp_jax.api.options import LoadFormat
 from mtp_jax.decode.law import Acceptance
@@ -23,8 +23,6 @@ from mtp_jax.model.draft_rows import shares_table
 from mtp_jax.model.draft_vocab import listed
 from mtp_jax.model.family import config_of_file
 from mtp_jax.model.params import Params
-
-DEMO = "demo"
 
 
 @dataclass(frozen=True)
@@ -83,17 +81,12 @@ class Subject:
         return marked(report, note, {"random_weights": True}) if self.random_weights else report
 
 
-def directory_of(model: str) -> Path:
-    """The directory of "demo", or of a model."""
-    return demo_model() if model == DEMO else Path(model)
-
-
 def load(model: str, drafts: bool = True, load_format: LoadFormat = "auto") -> Subject:
     """Load "demo" or a model directory, in float32 on a CPU and in the checkpoint's dtype elsewhere.
 
     drafts: whether the measurement needs NextN layers. load_format: as the option of ``LLM``.
     """
-    directory = directory_of(model)
+    directory = path_of(model)
     on_cpu = jax.default_backend() == "cpu"
     dtype = cast(Dtype, "float32" if on_cpu else config_of_file(directory / "config.json").dtype)
     nextn = None if drafts else 0

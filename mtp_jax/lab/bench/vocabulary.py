@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
+from mtp_jax.api.demo import DEMO, path_of
 from mtp_jax.errors import ConfigError
 from mtp_jax.lab.bench import corpus
 from mtp_jax.lab.bench.dialogues import dialogues
 from mtp_jax.lab.bench.report import Report, check
-from mtp_jax.lab.bench.subject import DEMO, directory_of
 from mtp_jax.model.draft_vocab import write
 from mtp_jax.model.family import config_of_file
 from mtp_jax.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ def run(model: str, files: Sequence[Path], most: int | None, to: Path | None) ->
     quarter of the vocabulary. to: file for the list. Raises ConfigError for a model without a tokenizer and
     for texts that cannot be counted.
     """
-    directory = directory_of(model)
+    directory = path_of(model)
     cfg, tokenizer = config_of_file(directory / "config.json"), Tokenizer.from_dir(directory)
     if tokenizer is None:
         raise ConfigError(f"{directory} has no tokenizer to count tokens with; expected tokenizer.json")

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtp_jax.api.demo import DEMO
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.commands import show
 from mtp_jax.commands.options import add_options, forget_compile_cache
 from mtp_jax.commands.parser import (
-    DEMO,
     Parser,
     Subparsers,
     acceptance,
     add_model,
     add_value,
     counts,
-    folder,
     integers,
     numbers,
     positive,
@@ -146,7 +145,7 @@ def _register_gpu(sub: Parser) -> None:
     from mtp_jax.lab.bench.shapes import NAMED
 
     shapes = f"a directory with config.json, or the file, or one of {', '.join(NAMED)}"
-    add_model(sub, shapes, folder)
+    add_model(sub, shapes)
     add_value(sub, "--depths", [0, 1, 2, 3], "drafts per step, a level each", integers, "K,...")
     add_value(sub, "--slots", [1], "slots, each number with every depth", counts, "N,...")
     help = "cached rows of each slot (default: 4096, or the most that the model has positions for)"

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
+from mtp_jax.api.demo import DEMO
 from mtp_jax.commands import show
-from mtp_jax.commands.parser import DEMO, Subparsers, add_model, positive
+from mtp_jax.commands.parser import Subparsers, add_model, positive
 from mtp_jax.errors import ConfigError
 
 _DESCRIPTION = """\

@@ -35,8 +35,8 @@ def _header(plan: Plan, name: str) -> list[str]:
         f"prompts of {d.context:,} tokens: {read} tokens/s per GPU, while nothing is decoded",
         *draft,
         "",
-        f"{'GiB per GPU':<16}{'all':>6}{'weights':>8}{'experts':>9}{'reserve':>8}{'cache':>6}"
-        f"{'B per token':>12}{'tokens':>12}{'requests':>9}",
+        f"{'GiB per GPU':<16}{'has':>6}{'= weights':>11}{'(experts)':>10}{'+ reserve':>10}{'+ cache':>8}"
+        f"{'bytes/token':>13}{'tokens fit':>13}{'requests':>9}",
         *(_memory("with drafts" if drafts else "without drafts", m) for drafts, m in plan.memory.items()),
     ]
 
@@ -46,8 +46,8 @@ def _memory(name: str, m: Memory) -> str:
     total, weights, experts, overhead, room = (
         f"{n / _GIB:.1f}" for n in (m.of.total, m.of.taken, m.experts, m.overhead, m.of.bytes)
     )
-    sizes = f"{total:>6}{weights:>8}{f'({experts})':>9}{overhead:>8}{room:>6}"
-    return f"{name:<16}{sizes}{m.per_token:>12,}{m.tokens:>12,}{m.requests:>9,}"
+    sizes = f"{total:>6}{weights:>11}{f'({experts})':>10}{overhead:>10}{room:>8}"
+    return f"{name:<16}{sizes}{m.per_token:>13,}{m.tokens:>13,}{m.requests:>9,}"
 
 
 def _rows(plan: Plan) -> list[str]:

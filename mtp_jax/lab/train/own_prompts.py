@@ -39,7 +39,7 @@ def write_own_prompts(
     start, folder, found = _beginning(llm), path.with_suffix(".rounds"), dict[str, None]()
     folder.mkdir(parents=True, exist_ok=True)
     size, number = _WAVES * llm.engine.config.max_num_seqs, 0
-    with report.phase(phase, "prompts") as update:
+    with report.phase(phase, "prompt") as update:
         while len(found) < count:
             kept = folder / f"{number:06d}.json"
             if not kept.exists():

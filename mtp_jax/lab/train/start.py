@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mtp_jax.api.demo import demo_model
+from mtp_jax.api.demo import DEMO, path_of
 from mtp_jax.api.options import LLMOptions
 from mtp_jax.checkpoint.folder import read_config
 from mtp_jax.checkpoint.orbax_store import is_orbax
@@ -67,7 +67,7 @@ def begin(model: LLMOptions, options: TuneOptions, answers: np.ndarray | None = 
     tokens, which serves to know its sizes.
     """
     check_company(ConfigError, options, model)
-    folder, fresh, mesh = Path(model.model or demo_model()), options.fresh, model.mesh
+    folder, fresh, mesh = path_of(model.model or DEMO), options.fresh, model.mesh
     if is_orbax(folder):
         raise ConfigError(f"{folder} is an Orbax folder; a head is tuned for a folder as it was released")
     declared, raw = read_config(folder)

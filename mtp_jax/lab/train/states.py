@@ -66,7 +66,7 @@ def write_states(
     folder.mkdir(parents=True, exist_ok=True)
     size = _WAVES * llm.engine.config.max_num_seqs
     shards = {first: folder / f"{first:09d}.safetensors" for first in range(0, len(texts), size)}
-    with report.phase(phase, "texts") as update:
+    with report.phase(phase, "text") as update:
         for first, path in shards.items():
             if not path.exists():
                 _write_shard(llm, texts[first : first + size], first, path, tuple(taps), sampling)

@@ -41,9 +41,8 @@ from mtp_jax.model.compressor import Span
 from mtp_jax.model.config import CompressedConfig, ModelConfig
 from mtp_jax.model.indexer import NOTHING, IndexQueries
 from mtp_jax.model.layers import rms_norm, rotate_last, unrotate_last
-from mtp_jax.model.narrow import expand
 from mtp_jax.model.params import CompressedAttention, Compressor
-from mtp_jax.model.products.plain import Rows
+from mtp_jax.model.products.plain import Reader, Readers, Rows
 from mtp_jax.model.recent import Recent, ring
 from mtp_jax.model.sharding import partition
 
@@ -119,13 +118,18 @@ class Compressed(Kind):
         entries = zeroed(count, size // ratio, cfg.row, index, dtype)
         return WindowCache(WindowPages(near, first, entries), WindowSlots(recent, inputs), size)
 
+    def readers(self, a: CompressedAttention) -> Readers:
+        """The projections of queries and rows; compressors, and an indexer's weights, read plain rows."""
+        return Reader(a.q_a), Reader(a.kv), *(() if a.compressor is None else (None,))
+
     def queries(
         self, a: CompressedAttention, cfg: ModelConfig, x: Rows, angles: Float[Array, "B W two 2 r"]
     ) -> Queries:
         """Projected by way of a low rank; a head's query is normed without a weight."""
         on, c, eps = self.on, _of(cfg), cfg.rms_norm_eps
         own = _angles(a, angles)
-        low = rms_norm(on.linear(x, a.q_a), a.q_norm, eps)
+        readers = [Reader(a.q_b, "out"), *(Reader(i.q) for i in (a.indexer,) if i)]
+        low = on.norm(on.result(x, a.q_a), a.q_norm, eps, readers)[1]
         heads = on.linear(low, a.q_b, split="out")
         q = rotate_last(rms_norm(heads, jnp.ones(c.head_dim), eps), own)
         if a.indexer is None:
@@ -229,7 +233,7 @@ class Compressed(Kind):
         """Each group of heads projected down, then all of them together."""
         groups = a.o_a.shape[0]
         parts = context.reshape(*context.shape[:2], groups, -1)
-        low = jnp.einsum("bwgi,gri->bwgr", parts, expand(a.o_a, parts.dtype))
+        low = self.on.by_group(parts, a.o_a)
         flat = low.reshape(*context.shape[:2], -1)
         return self.on.linear(flat, a.o.reshape(cfg.hidden_size, -1), split="in")
 

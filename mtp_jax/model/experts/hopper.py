@@ -15,6 +15,7 @@ from kernels_pallas.weighed import Weighed
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.experts.plain import Experts, OwnExperts
 from mtp_jax.model.moe import Routing
+from mtp_jax.model.narrow import Fp4
 from mtp_jax.model.params import Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import Operand
@@ -63,7 +64,8 @@ class HopperExperts(Experts):
         Raises ConfigError if kernels must compute them and cannot.
         """
         weights = own.gate_up, own.down
-        if not isinstance(x, Quantised) and not self.on.runs("grouped_matmul", check_experts, x, *weights):
+        kernel = "grouped_matmul/fp4" if isinstance(own.gate_up, Fp4) else "grouped_matmul"
+        if not isinstance(x, Quantised) and not self.on.runs(kernel, check_experts, x, *weights):
             return super().routed(own, x, r, limit)
         (first_layer, first_scale), (second_layer, second_scale) = map(e4m3.arrays, weights)
         return grouped_matmul.expert_mlp(

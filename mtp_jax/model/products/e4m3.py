@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from kernels_pallas.quantised import Quantised
-from mtp_jax.model.narrow import Fp8, Narrow
+from mtp_jax.model.narrow import Fp4, Fp8, Narrow
 from mtp_jax.model.products.plain import Split
 from mtp_jax.model.sharding import partition, ways
 
@@ -104,12 +104,14 @@ def of_rows(inner: str | None = None) -> Any:
 
 
 def arrays(w: Any) -> tuple[Any, Any]:
-    """A weight as kernels take it: values, and scales of an FP8 one.
+    """A weight as kernels take it: values or codes, and scales of an FP8 or FP4 one.
 
     Raises ValueError for a weight that is narrow in another way.
     """
+    if isinstance(w, Fp4):
+        return w.codes, w.exponents
     if isinstance(w, Narrow) and not isinstance(w, Fp8):
-        raise ValueError(f"kernels on mosaic_gpu: weights are {type(w).__name__}, must be FP8 or arrays")
+        raise ValueError(f"kernels on mosaic_gpu: weights are {type(w).__name__}, must be FP8, FP4 or arrays")
     return (w.values, w.scale) if isinstance(w, Fp8) else (w, None)
 
 

@@ -14,19 +14,31 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas import KERNELS
+from kernels_pallas import FORMS, KERNELS
 from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
+from kernels_pallas.hyper import api as hyper
 from kernels_pallas.rms_norm import api as norms
 from kernels_pallas.weighed import Weighed
 from mtp_jax.errors import ConfigError
+from mtp_jax.model.config import ModelConfig
+from mtp_jax.model.hyper import Entered
 from mtp_jax.model.layers import rms_norm
-from mtp_jax.model.narrow import Fp8, Matrix
-from mtp_jax.model.params import Mlp, Moe
+from mtp_jax.model.narrow import Fp4, Fp8, Matrix
+from mtp_jax.model.params import Hyper, HyperHead, Mlp, Moe
 from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.plain import Products, Reader, Readers, Split
-from mtp_jax.model.products.stream import Parts, PendingResidual, ProductResult, parts, plus, stream, summed
+from mtp_jax.model.products.stream import (
+    Parts,
+    PendingResidual,
+    PendingStreams,
+    ProductResult,
+    parts,
+    plus,
+    stream,
+    summed,
+)
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 
@@ -35,11 +47,11 @@ class HopperProducts(Products):
     """Products by kernels, and the kernels that other parts of a pass may run.
 
     Attributes:
-        kernels: names of the kernels that may run, of `kernels_pallas.KERNELS`.
+        kernels: names of the kernels that may run, of `kernels_pallas.KERNELS` and ``FORMS``.
         strict: whether a product, experts or attention that such a kernel cannot compute is a ConfigError.
     """
 
-    kernels: frozenset[str] = frozenset(KERNELS)
+    kernels: frozenset[str] = frozenset((*KERNELS, *FORMS))
     strict: bool = False
 
     @property
@@ -144,6 +156,105 @@ class HopperProducts(Products):
         """The norm at the end, of the stream with all addends."""
         return rms_norm(plus(*stream(x)), weight, eps)
 
+    # Several residual streams
+
+    def enter(
+        self, x: Any, p: Hyper, cfg: ModelConfig, weight: Float[Array, " D"], readers: Readers = ()
+    ) -> tuple[Entered, HopperRows | Float[Array, "B W D"]]:
+        """The result before it and the gates' product by a kernel; gates, gated sum and norm by another."""
+        if not self._enters(before(x)):
+            return super().enter(x, p, cfg, weight, readers)
+        taken = [self.takes(reader, before(x).dtype) for reader in readers]
+        wanted = hyper.InputForms(plain=not taken or not all(taken), quantised=any(taken))
+        x, found = self._gated(x, p, cfg, weight, wanted)
+        assert found.gates is not None, "a sublayer's result has gates"
+        (slots, window, count, _), gates = x.shape, found.gates
+        entered = Entered(
+            x, gates.out.reshape(slots, window, count), gates.mix.reshape(slots, window, count, count)
+        )
+        shape = (slots, window, x.shape[-1])
+        plain = None if found.plain is None else found.plain.reshape(shape)
+        return entered, HopperRows(shape, plain, found.quantised)
+
+    def leave(self, x: Entered, *outs: ProductResult) -> Any:
+        """Keep results beside the streams, for the next sublayer's gates, if a kernel then adds them."""
+        outs = tuple(summed(a) if isinstance(a, Weighed) else a for a in outs)
+        given = [parts(a, self.mesh).values for a in outs]
+        if self._projects(x.streams, *given):
+            return PendingStreams(x, outs)
+        return super().leave(x, *outs)
+
+    def streams(self, x: Any) -> Any:
+        """Several streams as an array, with a result that is left to be added."""
+        return super().leave(x.entered, *x.results) if isinstance(x, PendingStreams) else x
+
+    def collapse(self, x: Float[Array, "*b S D"], p: HyperHead, cfg: ModelConfig) -> Float[Array, "*b D"]:
+        """The gates and the gated sum by kernels."""
+        each = x.reshape(len(x), -1, *x.shape[-2:])
+        if not self._enters(each):
+            return super().collapse(x, p, cfg)
+        total = self._gated(each, p, cfg, None, hyper.InputForms(total=True))[1].total
+        assert total is not None, "the gated sum is wanted"
+        return total.reshape(*x.shape[:-2], -1)
+
+    def _gated(
+        self,
+        x: Any,
+        p: Hyper | HyperHead,
+        cfg: ModelConfig,
+        weight: Array | None,
+        wanted: hyper.InputForms,
+    ) -> tuple[Float[Array, "B W S D"], hyper.SublayerInput]:
+        """The streams as an array, and the result of ``kernels_pallas.hyper.enter``."""
+        assert cfg.hyper is not None, "parameters of hyper-connections have a configuration"
+        rule = hyper.GateRule(cfg.hyper.iterations, cfg.hyper.eps, cfg.rms_norm_eps)
+        x, projected = self._projected(x, p.mix)
+
+        def local(x, *given):
+            return hyper.enter(flat(x), *given, rule=rule, wanted=wanted, implementation="mosaic_gpu")
+
+        rows = partition("slots")
+        quantised = e4m3.of_rows() if wanted.quantised else rows
+        out: Any = hyper.SublayerInput(rows, rows, quantised, rows)  # pyright: ignore[reportArgumentType]
+        with jax.named_scope("hyper"):
+            run = sharded(local, self.mesh, (rows, rows, partition()), out)
+            return x, run(x, projected, hyper.GateParams(p.scale, p.base, weight))
+
+    def _projected(
+        self, x: Any, weight: Float[Array, "o SD"]
+    ) -> tuple[Float[Array, "B W S D"], hyper.Projected]:
+        """The streams as an array, and their product with the weight of the next gates."""
+        streams, given = before(x), [parts(a, self.mesh).values for a in left_of(x)]
+        if not self._projects(streams, *given):
+            wide = streams.reshape(*streams.shape[:2], -1).astype(jnp.float32)
+            products, squares = self.exactly(wide, weight), (wide * wide).sum(axis=-1)
+            found = products.reshape(-1, len(weight), 1), squares.reshape(-1, 1)
+            return x, hyper.Projected(*found)
+
+        def local(x, gates, weight, *results):
+            own = gates and hyper.Gates(gates[0].reshape(-1, count), gates[1].reshape(-1, count, count))
+            streams, projected = hyper.project(flat(x), results, own, weight, implementation="mosaic_gpu")
+            return streams.reshape(x.shape), projected
+
+        count, rows = streams.shape[2], partition("slots")
+        gates = (x.entered.out, x.entered.mix) if isinstance(x, PendingStreams) else None
+        specs = rows, rows, partition(), *(partition(None, "slots"),) * len(given)
+        with jax.named_scope("hyper"):
+            return sharded(local, self.mesh, specs, rows)(streams, gates, weight, *given)
+
+    def _enters(self, x: Float[Array, "B W S D"]) -> bool:
+        """Whether a kernel makes the gates and the gated sum of these streams."""
+        return self.can("hyper", hyper.check_enter, self._own(x))
+
+    def _projects(self, x: Float[Array, "B W S D"], *results: Float[Array, "_ _ D"]) -> bool:
+        """Whether a kernel adds results to these streams, and multiplies them with the gates' weight."""
+        return self.can("hyper", hyper.check_project, self._own(x), *results)
+
+    def _own(self, x: Float[Array, "B W S D"]) -> jax.ShapeDtypeStruct:
+        """Streams of one device's tokens [T, S, D]."""
+        tokens = x.shape[0] * x.shape[1] // ways("slots", self.mesh)
+        return jax.ShapeDtypeStruct((tokens, *x.shape[2:]), x.dtype)
+
     def joined(self, x: Float[Array, "B W N v"], o: Matrix, absorbed: bool) -> Any:
         """Heads side by side, [B, W, N * v], as the product with ``o`` takes them."""
         wide = (*x.shape[:2], x.shape[2] * x.shape[3])
@@ -221,6 +332,21 @@ class HopperProducts(Products):
         each = zip(run(given, tuple(ws)), shapes, strict=True)
         return tuple(Parts(values, shape, shards) for values, shape in each)
 
+    def by_group(self, x: Float[Array, "B W G i"], w: Matrix) -> Float[Array, "B W G o"]:
+        """Products of groups with FP8 weights by a kernel; rows are turned into e4m3 with 1x128 blocks."""
+        whole_blocks = w.shape[1] % fp8_matmul.BLOCK == 0
+        if not whole_blocks or not self.takes(Reader(w, "out"), x.dtype):
+            return super().by_group(x, w)
+
+        def local(x, w):
+            scale = w.scale.reshape(len(w.values), -1, w.scale.shape[-1])
+            given = x.reshape(-1, *x.shape[2:]), w.values, scale
+            return fp8_matmul.fp8_by_group(*given, implementation="mosaic_gpu").reshape(*x.shape[:3], -1)
+
+        heads = partition("heads")
+        specs = partition("slots", None, "heads"), Fp8(heads, heads)
+        return sharded(local, self.mesh, specs, partition("slots", None, "heads"))(x, w)
+
     def mlp(self, x: Any, p: Mlp, limit: float | None = None) -> Float[Array, "B W D"]:
         """A dense MLP by two kernels."""
         if not self.takes(p, e4m3.dtype_of(x)):
@@ -239,11 +365,28 @@ class HopperProducts(Products):
         return sharded(local, mesh, specs, partition("slots"))(given, p.gate_up, p.down)
 
 
+def before(x: Any) -> Float[Array, "B W S D"]:
+    """Several streams, without a result that is left to be added."""
+    return x.entered.streams if isinstance(x, PendingStreams) else x
+
+
+def left_of(x: Any) -> tuple[ProductResult, ...]:
+    """The results that are left to be added to several streams."""
+    return x.results if isinstance(x, PendingStreams) else ()
+
+
+def flat(x: Float[Array, "B W S D"]) -> Float[Array, "T S D"]:
+    """Streams token by token."""
+    return x.reshape(-1, *x.shape[2:])
+
+
 def check_experts(x: Any, gate_up: Any, down: Any) -> None:
     """Raise ValueError for weights that the kernel of routed experts cannot take."""
-    if isinstance(gate_up, Fp8) != isinstance(down, Fp8):
-        raise ValueError(
-            "grouped_matmul on mosaic_gpu: experts' gate, up and down are FP8 together or not at all"
-        )
+    for narrow in (Fp8, Fp4):
+        if isinstance(gate_up, narrow) != isinstance(down, narrow):
+            name = narrow.__name__.upper()
+            raise ValueError(
+                f"grouped_matmul on mosaic_gpu: experts' gate, up and down are {name} together or not at all"
+            )
     for w in (gate_up, down):
         grouped_matmul.check(x, *e4m3.arrays(w))

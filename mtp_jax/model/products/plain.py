@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from mtp_jax.model import hyper
+from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.layers import gated, rms_norm
 from mtp_jax.model.narrow import Bf16, Matrix, Table, expand
-from mtp_jax.model.params import Layer, Mlp, Moe
+from mtp_jax.model.params import Hyper, HyperHead, Layer, Mlp, Moe
 from mtp_jax.model.products.stream import ProductResult, summed
 from mtp_jax.model.sharding import constrain, ways
 
@@ -74,6 +76,27 @@ class Products:
         """Heads side by side, [B, W, N * v], for the output projection ``o``. absorbed: the form of MLA."""
         return x.reshape(*x.shape[:2], -1)
 
+    # Several residual streams, of hyper-connections
+
+    def enter(
+        self, x: Residual, p: Hyper, cfg: ModelConfig, weight: Float[Array, " D"], readers: Readers = ()
+    ) -> tuple[hyper.Entered, Rows]:
+        """The streams while a sublayer runs, and its input, normed for ``readers``."""
+        entered, one = hyper.enter(self.streams(x), p, cfg, self.exactly)
+        return entered, self.norm(one, weight, cfg.rms_norm_eps, readers)[1]
+
+    def leave(self, x: hyper.Entered, *outs: ProductResult) -> Residual:
+        """The streams after a sublayer."""
+        return hyper.leave(x, functools.reduce(jnp.add, map(summed, outs)))
+
+    def streams(self, x: Residual) -> Residual:
+        """Several streams as an array [B, W, S, D]; one stream as it is."""
+        return x
+
+    def collapse(self, x: Float[Array, "*b S D"], p: HyperHead, cfg: ModelConfig) -> Float[Array, "*b D"]:
+        """One stream behind the last block."""
+        return hyper.collapse(x, p, cfg, self.exactly)
+
     # Products
 
     def linear(self, x: Rows, w: Matrix, *, split: Split | None = None) -> Float[Array, "..."]:
@@ -97,6 +120,10 @@ class Products:
         flat_x, flat_w = x.reshape(-1, x.shape[-1]), w.reshape(-1, w.shape[-1])
         y = jax.lax.dot_general(flat_x, flat_w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
+
+    def by_group(self, x: Float[Array, "B W G i"], w: Matrix) -> Float[Array, "B W G o"]:
+        """``x[:, :, g] @ w[g].T`` for every group g, which ``model`` splits."""
+        return jnp.einsum("bwgi,goi->bwgo", x, expand(w, x.dtype))
 
     def plain(self, x: Rows) -> Float[Array, "*b D"]:
         """Rows as an array."""

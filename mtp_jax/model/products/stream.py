@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from kernels_pallas.weighed import Weighed
+from mtp_jax.model.hyper import Entered
 from mtp_jax.model.sharding import ways
 
 
@@ -55,6 +56,18 @@ class PendingResidual(NamedTuple):
 
     x: ProductResult
     added: tuple[ProductResult, ...]
+
+
+class PendingStreams(NamedTuple):
+    """Several residual streams before the result of a sublayer is added: the next product adds for nothing.
+
+    Attributes:
+        entered: the streams while the sublayer ran.
+        results: addends of the sublayer's result.
+    """
+
+    entered: Entered
+    results: tuple[ProductResult, ...]
 
 
 def stream(x: Any) -> PendingResidual:

@@ -1,11 +1,14 @@
 """Arguments of calls as rules of a grammar: any object, or the objects that a tool's schema allows."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import RequestError, SchemaError
 from mtp_jax.json_object import JsonObject
+from mtp_jax.text.enforceable import enforceable
+from mtp_jax.text.references import referred
 from mtp_jax.text.tools.formats import Format
 from mtp_jax.text.tools.pairs import Member, Pair, Tags
 from mtp_jax.text.tools.rules import Rules, one_of
@@ -13,10 +16,13 @@ from mtp_jax.text.tools.tool import Tool
 
 _BITS = 64  # of a rule's parameter in llguidance
 # Keywords that relate several arguments: rules for single arguments cannot enforce such a keyword.
-_TOGETHER = frozenset(("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "enum", "const", "$ref")) | {
+_BRANCHES = frozenset(("allOf", "anyOf", "oneOf"))
+_TOGETHER = _BRANCHES | {
+    "not", "if", "then", "else", "enum", "const", "$ref", "nullable",
     "minProperties", "maxProperties", "patternProperties", "propertyNames", "unevaluatedProperties",
-    "dependencies", "dependentRequired", "dependentSchemas", "nullable",
+    "dependencies", "dependentRequired", "dependentSchemas",
 }  # fmt: skip
+_APART = "cannot be enforced for all parameters together, of which this model writes each by itself"
 _DEFINITIONS = ("$defs", "definitions")
 # Keywords that only describe a value.
 _SAID = frozenset(("title", "description", "default", "examples", "deprecated"))
@@ -38,23 +44,48 @@ def free(form: Format, rules: Rules, end: str) -> str:
 def held(form: Format, rules: Rules, tool: Tool, name: str, end: str) -> str:
     """The rule for arguments that a tool's schema allows, and for the end of the call behind.
 
-    A strict tool allows only keys that it names. name: a name for a new rule. Raises RequestError for a
-    schema that rules of this format cannot enforce.
+    A strict tool allows only keys that it names. name: a name for a new rule. Raises SchemaError for a part
+    of a strict tool's schema that rules of this format cannot enforce; the rules leave out that of any other.
     """
-    schema = tool.parameters
-    together = sorted(_TOGETHER & schema.keys())
-    if together and form.parameter is None:
+    schema = _inlined(json.loads(json.dumps(tool.parameters)))
+    if form.parameter is not None:
+        _take_apart(rules, tool, schema, _BRANCHES)
+    for fault in enforceable(schema):
+        _leave_out(rules, tool, *fault)
+    if form.parameter is not None:
+        _take_apart(rules, tool, schema, _TOGETHER)
+    elif _TOGETHER & schema.keys():
         rules.charge(schema)
         return f"{rules.json({'type': 'object', **schema})} {end}"
-    if together:
-        raise RequestError(
-            f"the schema of the tool {tool.name!r} has {together[0]!r}: this model writes each parameter by "
-            "itself, so a schema of all together cannot be kept to; leave it out, or do not force the call"
-        )
     rules.charge({key: value for key, value in schema.items() if key not in _DEFINITIONS})
     pair = Member(rules) if form.parameter is None else Tags(form.parameter, rules)
     before, behind = pair.around
+    tool = replace(tool, parameters=schema)
     return f"{before} {_Held(pair, rules, tool, f'{behind} {end}', form.end).write(name)}"
+
+
+def _inlined(schema: JsonObject) -> JsonObject:
+    """The schema, with that which it refers to written into it, where their keywords differ."""
+    target = referred(schema, str(schema.get("$ref")))
+    rest = {key: value for key, value in schema.items() if key != "$ref"}
+    if not isinstance(target, Mapping) or not target.keys() & rest.keys() <= _SAID:
+        return schema
+    return {**target, **rest}
+
+
+def _take_apart(rules: Rules, tool: Tool, schema: JsonObject, keywords: Collection[str]) -> None:
+    """Leave out keywords that relate the arguments."""
+    for keyword in sorted(schema.keys() & keywords):
+        _leave_out(rules, tool, (), keyword, _APART)
+        del schema[keyword]
+
+
+def _leave_out(rules: Rules, tool: Tool, place: Sequence[str], keyword: str, why: str) -> None:
+    """Report a part of a tool's schema; raise SchemaError where that part must be kept to."""
+    fault = SchemaError(place, keyword, why, tool.name)
+    if tool.strict:
+        raise fault
+    rules.widen(fault)
 
 
 class _Held:
@@ -64,23 +95,34 @@ class _Held:
         """end: the rule for the text behind the last argument. text: the text that ends a call."""
         self._pair, self._rules, self._tool, self._whole = pair, rules, tool, tool.parameters
         self._end, self._end_text = rules.add("end", end), text
-        self._values: dict[str, str | None] = {}
+        self._values: dict[str, tuple[str | None, str | None]] = {}
 
     def write(self, name: str) -> str:
         """Write a rule whose parameter has a bit for each argument that is there. Returns the first rules."""
         others = False if self._tool.strict else self._whole.get("additionalProperties", True)
         required = list(dict.fromkeys(self._whole.get("required", ())))
         if len(required) > _BITS:
-            raise RequestError(
-                f"the tool {self._tool.name!r} requires more than {_BITS} parameters; require fewer"
+            _leave_out(
+                self._rules,
+                self._tool,
+                (),
+                "required",
+                f"cannot be enforced for more than {_BITS} parameters",
             )
+            del required[_BITS:]
         known = {**dict.fromkeys(required, others), **self._whole.get("properties", {})}
         ways = _Ways(self._rules, name, self._pair.between, self._end, len(required))
         for bit, (key, schema) in enumerate(known.items()):  # required keys come first
-            if not self._add(ways, partial(self._pair.of_key, key), key, schema, bit) and key in required:
-                raise RequestError(
-                    f"the tool {self._tool.name!r} requires {key!r:.40}, of which no value is allowed"
+            pair = partial(self._pair.of_key, key)
+            if not self._add(ways, pair, key, schema, bit) and key in required:
+                _leave_out(
+                    self._rules,
+                    self._tool,
+                    (),
+                    "required",
+                    f"names {key!r:.40}, of which no value is allowed",
                 )
+                self._add(ways, pair, key, {}, bit)
         if others is not False:
             self._add(ways, partial(self._of_other_key, known), "", others, _BITS)
         return ways.written() or self._end
@@ -97,25 +139,29 @@ class _Held:
 
         pair: turns the rule of a value into the rule of the argument.
         """
-        value = self._value(key, schema)
-        if value is None:
-            return False
-        ways.add(pair(value), bit)
-        if (last := self._pair.slipped(schema, self._whole, self._end_text)) is not None:
-            ways.add_last(pair(last), bit)
-        return True
-
-    def _value(self, key: str, schema: object) -> str | None:
-        """The rule for an argument's value; None where the schema allows no value."""
         if isinstance(schema, Mapping):
             schema = {name: value for name, value in schema.items() if name not in _SAID}
         same = json.dumps(schema)
         if same not in self._values:
             try:
-                self._values[same] = self._pair.value(schema, self._whole, self._json)
+                self._values[same] = self._rules_of(schema)
             except RequestError as e:
-                raise RequestError(f"the parameter {key!r:.40} of the tool {self._tool.name!r}: {e}") from e
-        return self._values[same]
+                place = ("properties", key) if key else ("additionalProperties",)
+                inner = e if isinstance(e, SchemaError) else SchemaError((), "", str(e))
+                _leave_out(self._rules, self._tool, (*place, *inner.place), inner.keyword, inner.why)
+                self._values[same] = self._rules_of({})
+        value, last = self._values[same]
+        if value is None:
+            return False
+        ways.add(pair(value), bit)
+        if last is not None:
+            ways.add_last(pair(last), bit)
+        return True
+
+    def _rules_of(self, schema: object) -> tuple[str | None, str | None]:
+        """The rules for a value: ``Pair.value`` and ``Pair.slipped``."""
+        value = self._pair.value(schema, self._whole, self._json)
+        return value, value and self._pair.slipped(schema, self._whole, self._end_text)
 
     def _json(self, schema: object, kinds: frozenset[str] | None) -> str:
         own = schema if isinstance(schema, Mapping) else {}

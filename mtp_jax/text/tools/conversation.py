@@ -1,12 +1,14 @@
 """Conversations with tools, in the form that a chat template takes, be it made for tools or not."""
 
 import json
+import re
 from collections.abc import Sequence
 
 from mtp_jax.json_object import JsonMapping, JsonObject
 from mtp_jax.text.tools.formats import INDEX, NAME, STRING, Format, Parameter, as_written
 
 _Message = JsonMapping
+_HALVES = re.compile(r"\\u[dD][89a-fA-F]")  # escapes of halves of characters, perhaps of both
 
 
 class _Object(JsonObject):
@@ -107,7 +109,12 @@ def _with_list(form: Format, messages: list[_Message], tools: Sequence[_Message]
 
 
 def _parsed(text: str) -> object:
+    """The value of JSON, in which U+FFFD stands for half of a character; None where it is none."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if _HALVES.search(text):
+            told = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            value = json.loads(told.decode("utf-16", "replace"))
+        return value
     except (ValueError, RecursionError):
         return None

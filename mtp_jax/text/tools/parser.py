@@ -34,6 +34,7 @@ class ToolParser:
         self._schema: JsonMapping = {}  # of the call's arguments
         self._value = Value({}, {})
         self._json = Json(())
+        self._cut = False
         self._step: Callable[[bool], bool] = self._outside
         self._parts: list[Part] = []
 
@@ -45,12 +46,24 @@ class ToolParser:
             parts += self._run(final=False)
         return parts
 
-    def flush(self) -> list[Part]:
-        """End the text; return the parts that were held back."""
+    def flush(self, cut: bool = False) -> list[Part]:
+        """End the text; return the parts that were held back.
+
+        cut: whether a limit has ended it, so that signs with which a tag begins are no text.
+        """
+        self._cut = cut
         parts = self._run(final=True)
         if self._step == self._in_value and (text := self._value.cut()):
             parts.append(CallArguments(self._index, text))
         return parts
+
+    @property
+    def within(self) -> bool:
+        """Whether the text so far ends within the tag or the head of a call."""
+        return bool(self._held)
+
+    def _is_markup(self, text: str) -> bool:
+        return bool(text) and (self._cut or is_markup(text))
 
     def _run(self, final: bool) -> list[Part]:
         while self._held and self._step(final):
@@ -79,7 +92,7 @@ class ToolParser:
         form = self._form
         closes = form.closes if self._index >= 0 else ()  # ends of a call that left its format
         at, tag = first((*form.all_opens, *closes), self._held)
-        self._text(len(self._held) if final and not tag and not is_markup(self._held[at:]) else at)
+        self._text(len(self._held) if final and not tag and not self._is_markup(self._held[at:]) else at)
         if tag in closes:
             self._take(len(tag))
         elif tag:
@@ -190,7 +203,7 @@ class ToolParser:
         keep = max(begun(tag, self._held) for tag in (stop, *slipped)) if at < 0 else len(self._held) - at
         self._argue(self._value.grow(self._take(len(self._held) - keep)))
         if final:
-            self._argue(self._value.grow("" if is_markup(self._held) else self._held))
+            self._argue(self._value.grow("" if self._is_markup(self._held) else self._held))
             self._held = ""
         return False
 

@@ -3,10 +3,10 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import RequestError, SchemaError
 from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.tools.formats import INDEX, as_written, is_gap, parts
 
@@ -38,11 +38,13 @@ class Vocabulary:
             other token by its id: llguidance loses its place when a draft of such a token is refused.
         embed: checks a schema and writes it as JSON text.
         most: limit of the characters of all schemas.
+        widened: gets the parts of schemas that have been left out.
     """
 
     token: Callable[[str], int | None]
     embed: Callable[[Any], str]
     most: int
+    widened: list[SchemaError] = field(default_factory=list)
 
 
 class Rules:
@@ -89,6 +91,10 @@ class Rules:
     def json(self, schema: JsonMapping) -> str:
         """The rule for JSON that fits a schema, which has been charged. Raises RequestError."""
         return self.add("json", f"%json {self._vocabulary.embed(schema)}")
+
+    def widen(self, fault: SchemaError) -> None:
+        """Report a part of a schema that has been left out."""
+        self._vocabulary.widened.append(fault)
 
     def token(self, tag: str) -> str | None:
         """The grammar's notation for a tag that is a special token; None for a tag that is text."""

@@ -13,7 +13,6 @@ Texts = list[tuple[str, ...]]
 
 _ANY: Texts = [()]
 _MOST = 256  # alternatives
-_UNKNOWN = ("not", "if", "then", "else", "contentEncoding", "contentMediaType")
 
 
 def texts(schema: object, whole: object, steps: Steps | None = None, depth: int = 0) -> Texts:
@@ -32,8 +31,6 @@ def texts(schema: object, whole: object, steps: Steps | None = None, depth: int 
     types = schema.get("type", "string")
     if types != "string" and "string" not in types:
         return []
-    if wrong := [key for key in _UNKNOWN if key in schema]:
-        raise RequestError(f"this model writes strings as they are, and {wrong[0]!r} cannot be kept to there")
     found = _ANY
     for ways in _demands(schema, whole, steps, depth):
         found = _both(found, ways)

@@ -1,13 +1,12 @@
 """Tools that an output may call: from a user's request to a grammar and a parser."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
 
-from mtp_jax.errors import RequestError
+from mtp_jax.errors import RequestError, SchemaError
 from mtp_jax.json_object import JsonMapping
 from mtp_jax.text.grammar import MAX_GRAMMAR_LENGTH, StructuredOutput, embedded
 from mtp_jax.text.tokenizer import Tokenizer
@@ -78,20 +77,19 @@ class ToolUse:
 
         The grammar is written when it is compiled. Raises RequestError, and so may the compilation.
         """
-        schema = None
+        schema, widened = None, list[SchemaError]()
         if answer is not None and not self.forced:
             if answer.json_schema is None and not answer.json_object:
                 raise RequestError(
                     "structured_outputs: with tools only JSON can be asked for; use response_format"
                 )
-            schema = (
-                json.loads(answer.json_schema) if isinstance(answer.json_schema, str) else answer.json_schema
-            )
-            schema = schema or {"type": "object"}
-        return StructuredOutput(lark=partial(self._grammar, tokenizer, schema))
+            schema, widened = answer.enforced, answer.widened
+        return StructuredOutput(lark=partial(self._grammar, tokenizer, schema, widened), widened=widened)
 
-    def _grammar(self, tokenizer: Tokenizer, answer: JsonMapping | None, thinking: bool) -> str:
-        vocabulary = Vocabulary(tokenizer.added_id, embedded, MAX_GRAMMAR_LENGTH)
+    def _grammar(
+        self, tokenizer: Tokenizer, answer: JsonMapping | None, widened: list[SchemaError], thinking: bool
+    ) -> str:
+        vocabulary = Vocabulary(tokenizer.added_id, embedded, MAX_GRAMMAR_LENGTH, widened)
         asked = Required(self.forced, self.several, thinking, answer)
         try:
             return call_grammar(self.form, self.tools, vocabulary, asked)

@@ -9,6 +9,7 @@ from functools import reduce
 from operator import and_, or_
 
 from mtp_jax.json_object import JsonMapping
+from mtp_jax.text.references import referred
 
 KINDS = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _LITERALS = {"null": ("null",), "boolean": ("true", "false")}
@@ -17,15 +18,25 @@ _SPACE = " \t\r\n"
 
 
 class Steps:
-    """Limits the number and depth of the parts of a schema that are read; a part beyond allows any value."""
+    """Limits the number and depth of the parts of a schema that are read; a part beyond allows any value.
 
-    def __init__(self) -> None:
-        self._left, self._depth = 1000, 32
+    The number of listed values is limited, too: each of many references may name one list.
+    """
+
+    def __init__(self, most: int = 1000) -> None:
+        """most: number of parts."""
+        self._left, self._values, self._depth = most, 100_000, 32
 
     def take(self, depth: int) -> bool:
         """Whether one more part may be read, at this depth."""
         self._left -= 1
         return self._left >= 0 and depth <= self._depth
+
+    def listed(self, schema: JsonMapping) -> Sequence[object] | None:
+        """The values that a schema lists; None if it lists none, or they are beyond the limit."""
+        choices = listed(schema)
+        self._values -= len(choices or ())
+        return choices if self._values >= 0 else None
 
 
 def kind(value: object) -> str:
@@ -45,7 +56,7 @@ def kinds(schema: object, whole: object, steps: Steps | None = None, depth: int 
     if not isinstance(schema, Mapping) or not steps.take(depth):
         return KINDS
     found = _named(schema)
-    if (choices := listed(schema)) is not None:
+    if (choices := steps.listed(schema)) is not None:
         found &= frozenset(map(kind, choices))
     for branches, all_of in branches_of(schema, whole):
         each = [kinds(branch, whole, steps, depth + 1) for branch in branches]
@@ -60,7 +71,7 @@ def fits(value: object, schema: object, whole: object, steps: Steps | None = Non
         return schema is not False
     if value is None and schema.get("nullable") is True:
         return True
-    own, choices = kind(value), listed(schema)
+    own, choices = kind(value), steps.listed(schema)
     if own not in _named(schema):
         return False
     if choices is not None and not any(value == c and own == kind(c) for c in choices):
@@ -80,39 +91,43 @@ def _named(schema: JsonMapping) -> frozenset[str]:
     return KINDS & (named | {"integer"} if "number" in named else named)
 
 
-def listed(schema: JsonMapping) -> list[object] | None:
+def listed(schema: JsonMapping) -> Sequence[object] | None:
     """The values that a schema lists; None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
     choices = schema.get("enum")
-    return list(choices) if isinstance(choices, list | tuple) else None
+    return choices if isinstance(choices, list | tuple) else None
 
 
 def branches_of(schema: JsonMapping, whole: object) -> Iterator[tuple[Sequence[object], bool]]:
     """Groups of further schemas of a value, and whether it must fit all schemas of the group, or any one."""
     if isinstance(reference := schema.get("$ref"), str):
-        yield [_referred(reference, whole)], True
+        target = referred(whole, reference)
+        yield [{} if target is None else target], True
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := schema.get(key), list | tuple) and branches:
             yield branches, key == "allOf"
 
 
-def _referred(reference: str, whole: object) -> object:
-    """The part that a JSON pointer such as "#/$defs/a" names; {}, which allows anything, if there is none."""
-    start, *path = reference.split("/")
-    found = whole if start == "#" else {}
-    for step in path:
-        step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step, {}) if isinstance(found, Mapping) else {}
-    return found
-
-
 def as_json(text: str) -> str | None:
-    """The text as Python writes this JSON; None for a text that is not JSON."""
+    """The text as Python writes this JSON; None for a text that is not JSON.
+
+    A half of a character stays an escape, as UTF-8 cannot hold it.
+    """
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        value = json.loads(text)
+        found = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return found if _is_whole(found) else json.dumps(value)
     except (ValueError, RecursionError):
         return None
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def as_string(text: str) -> str:

@@ -54,6 +54,16 @@ def test_templates_take_arguments_as_text_or_as_an_object(expression):
         assert text == ARGUMENTS  # unchanged, so that the prefix cache knows it
 
 
+def test_half_of_a_character_in_arguments_is_replaced():
+    """A model has cut an emoji, and the prompt of each further turn has its call."""
+    arguments = r'{"a": {"b": "x\ud83d"}, "c": "\ud83d\ude00"}'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.items() | list | tojson }}")
+    rendered = template.render({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert rendered == '[["a", {"b": "x\ufffd"}], ["c", "\U0001f600"]]'
+    assert "x\ufffd" in written(FORMATS["glm45"], [("f", arguments)])
+
+
 def test_a_template_without_tools_is_told_in_text():
     system, assistant, result = for_template("{{ messages }}", FORMATS["json"], TURNS, [TOOL])
     assert system["content"].startswith("Be brief.\n\nYou may call")

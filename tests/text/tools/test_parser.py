@@ -9,6 +9,7 @@ from mtp_jax.text.tools.conversation import written
 from mtp_jax.text.tools.formats import FORMATS
 from mtp_jax.text.tools.parser import ToolParser
 from mtp_jax.text.tools.parts import CallArguments, CallBegin, CallEnd, OutputText, Part
+from mtp_jax.text.tools.values import KINDS, fits, kinds
 
 B, S, E, C, X = (
     f"<\uff5ctool▁{t}\uff5c>" for t in ("calls▁begin", "sep", "call▁end", "call▁begin", "calls▁end")
@@ -132,6 +133,16 @@ def test_text_is_sent_as_it_is_written_and_cut_without_markup(name):
     assert parser.flush() == []
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_that_a_limit_cuts_anywhere_show_no_markup(name):
+    whole = "\n\n" + written(FORMATS[name], [("f", '{"a": "x"}'), ("g", '{"n": 2}')])
+    for end in range(len(whole)):
+        parser = ToolParser(FORMATS[name])
+        parts = parser.push(whole[:end]) + parser.flush(cut=True)
+        assert not "".join(part.text for part in parts if isinstance(part, OutputText)).strip(), whole[:end]
+        assert not any("<" in part.text for part in parts if isinstance(part, CallArguments)), whole[:end]
+
+
 def test_broken_calls_show_no_tag_that_ends_them():
     parts = parse("kimi_k2", [ONE["kimi_k2"].replace("}<", "}} <") + "Sorry."])
     assert "".join(part.text for part in parts if isinstance(part, OutputText)) == "} Sorry."
@@ -152,6 +163,37 @@ def test_a_tools_schema_says_which_glm_parameters_are_text():
         parts = ToolParser(FORMATS["glm47"], {"f": schema}).push(text)
         arguments = "".join(p.text for p in parts if isinstance(p, CallArguments))
         assert json.loads(arguments) == {"zip": "08", "n": value}
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.parameter])
+def test_half_of_a_character_in_a_value_stays_an_escape(name):
+    """No answer could be sent that has it as a character."""
+    given = r'{"b": "\ud83d", "c": "\u00e9"}'
+    end = "</arg_value>" if name.startswith("glm") else f"</{D}parameter>"
+    _, arguments, _ = parse(name, [ONE[name].replace(f">2{end}", f">{given}{end}")])
+    assert isinstance(arguments, CallArguments)
+    assert json.loads(arguments.text.encode())["n"] == {"b": "\ud83d", "c": "\u00e9"}
+
+
+def test_a_schema_of_references_to_long_lists_is_read_in_part():
+    """The values are looked at for each argument, on the event loop of a server."""
+    seen = 0
+
+    class Value(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal seen
+            seen += 1
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    few, many = [Value(n) for n in range(9)], [Value(n) for n in range(2000)]
+    assert not fits("x", {"enum": few}, {})
+    assert (kinds({"enum": few}, {}), seen) == ({"string"}, 9)
+    schema = {"$defs": {"a": {"enum": many}}, "anyOf": [{"$ref": "#/$defs/a"}] * 900}
+    assert kinds(schema, schema) == KINDS
+    assert fits("x", schema, schema)
+    assert seen <= 100_000 + 9
 
 
 def test_json_in_dsml_and_a_call_without_arguments():
