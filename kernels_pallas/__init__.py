@@ -16,6 +16,7 @@ KERNELS: tuple[str, ...] = (
     "mla_prefill",
     "mla_low_rank",
     "mla_absorb",
+    "mla_values",
     "rms_norm",
     "router",
     "expert_layout",

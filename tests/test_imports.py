@@ -139,7 +139,7 @@ WITHOUT_JAX = (
 _NAMES = (
     *("attention.hopper", "attention.latent"),
     *("experts.cpu", "experts.cpu_router", "experts.hopper", "experts.plain"),
-    *("products.e4m3", "products.hopper"),
+    *("products.e4m3", "products.hopper", "products.stream"),
     *("backend", "cache", "indexer", "visible"),
 )
 # Beside them, the compilation for devices that are not here.

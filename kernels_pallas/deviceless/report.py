@@ -115,9 +115,14 @@ def purposes(launches: tuple[str, ...], hlo: str) -> tuple[str, ...]:
     # Launches of custom calls have no names, only an order.
     in_order = iter(calls)
     return tuple(
-        next(in_order, "") if "kCustomCall" in line else names.get(_launched(_NAME.findall(line)[0]), "")
+        next(in_order, "") if "kCustomCall" in line else names.get(_launched(kernel_name(line)), "")
         for line in launches
     )
+
+
+def kernel_name(launch: str) -> str:
+    """XLA's name of a launch's kernel."""
+    return _NAME.findall(launch)[0]
 
 
 def _launched(name: str) -> str:

@@ -10,14 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kernels_pallas.check.case import Case, Work
-from kernels_pallas.check.cases import fp8_matmul, grouped_matmul, mla_absorb, mla_decode, router
+from kernels_pallas.check.cases import fp8_matmul, grouped_matmul, mla_absorb, mla_decode, mla_values, router
 from kernels_pallas.check.registry import cases
 from kernels_pallas.deviceless.prediction import BAND, NODE, START, apart, inside, kernel, launch, ratios
 from kernels_pallas.fp8_matmul.api import choose_tile as choose_dense_tile
+from kernels_pallas.fp8_matmul.api import one_launch
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, choose_tile
 from kernels_pallas.grouped_matmul.layout import few
 from kernels_pallas.measured import newest
 from kernels_pallas.mla_absorb.mosaic_gpu import MOST
+from kernels_pallas.mla_decode.api import splits_of
+from kernels_pallas.mla_decode.thread_block import PAGE, ROWS
 from kernels_pallas.quantised import whole_tiles
 
 # DeepSeek-V3 (arXiv 2412.19437, section 4.2).
@@ -40,7 +43,7 @@ class GpuStep:
         experts: number of routed experts, of each of which the GPU has its part.
         layers, dense: number of layers of the trunk, and of its layers without experts.
         rows: number of cached rows of a slot.
-        absorbs: whether few tokens' queries are absorbed by a kernel; of the measured steps they were not.
+        fuses: whether kernels do several launches of the measured steps at once.
     """
 
     slots: int
@@ -51,17 +54,26 @@ class GpuStep:
     layers: int = 61
     dense: int = 3
     rows: int = 4096
-    absorbs: bool = True
+    fuses: bool = True
 
     @property
     def tokens(self) -> int:
         """Tokens of the step."""
         return self.slots * self.window
 
-    def product(self, columns: int, terms: int) -> tuple[Case, int]:
-        """A linear layer in FP8, and the bytes of its result, all parts of K if its reader sums them."""
-        tile = choose_dense_tile(self.tokens, columns, terms)
-        case = fp8_matmul.case("", fp8_matmul.DenseShape(whole_tiles(self.tokens), columns, terms, tile))
+    @property
+    def weighs(self) -> bool:
+        """Whether the next norm weighs experts' results."""
+        return self.fuses and self.tokens % 4 == 0
+
+    def product(self, terms: int, *each: int) -> tuple[Case, int]:
+        """Linear layers in FP8 in one launch, and the bytes of their results, all parts of K.
+
+        each: output features of each layer; their reader sums the parts.
+        """
+        tile, columns = choose_dense_tile(self.tokens, terms, *each), sum(each)
+        shape = fp8_matmul.DenseShape(whole_tiles(self.tokens), columns, terms, tile)
+        case = fp8_matmul.case("", shape)
         return case, self.tokens * columns * (F32 * tile.splits if tile.splits > 1 else BF16)
 
     def plain(self, columns: int, terms: int, size: int = BF16) -> Work:
@@ -76,29 +88,37 @@ class GpuStep:
     def attention(self) -> Launches:
         """Launches of attention and of a layer's two norms."""
         heads = HEADS // self.ways
-        q_a, queries = self.product(Q_RANK, HIDDEN)
-        kv_a, rows = self.product(RANK + ROPE, HIDDEN)
-        o, out = self.product(HIDDEN, heads * NOPE)
+        low = Q_RANK, RANK + ROPE
+        if self.fuses and one_launch(self.tokens, HIDDEN, *low):
+            q_a, parts_of_low = self.product(HIDDEN, *low)
+            projections = {"q_a and kv_a": q_a}
+        else:
+            (q_a, queries), (kv_a, rows) = (self.product(HIDDEN, n) for n in low)
+            projections, parts_of_low = {"q_a": q_a, "kv_a": kv_a}, queries + rows
+        o, out = self.product(heads * NOPE, HIDDEN)
         decode = mla_decode.case("", mla_decode.DecodeShape(heads, self.window, (self.rows,) * self.slots))
-        q_b, parts = self.product(heads * (NOPE + ROPE), Q_RANK)
+        q_b, parts = self.product(Q_RANK, heads * (NOPE + ROPE))
         normed, expansion = HIDDEN * (2 * BF16 + E4M3), self.plain(heads * RANK, NOPE)
+        weighed = BF16 * HIDDEN * CHOSEN
+        outward = {"values": expansion, "quantise": self.moved((BF16 + E4M3) * heads * NOPE)}
         apart = {"rotation": self.moved(2 * BF16 * heads * ROPE), "absorption": expansion}
-        if self.absorbs and self.tokens <= MOST:
+        if self.fuses and self.tokens <= MOST:
             size = parts // (self.tokens * heads * (NOPE + ROPE))
             shape = mla_absorb.AbsorbShape(
                 self.window, self.slots, heads, parts=0 if size == BF16 else size // F32
             )
             apart = {"absorption": mla_absorb.case("", shape)}
+            splits = splits_of(self.slots * -(-heads * self.window // ROWS), self.rows // PAGE)
+            of_parts = mla_values.ValuesShape(self.window, self.slots, heads, splits)
+            outward = {"values": mla_values.case("", of_parts)}
         return {
-            "norm": self.moved(2 * BF16 * HIDDEN + normed),
-            "q_a": q_a,
-            "kv_a": kv_a,
-            "low ranks": self.moved(E4M3 * Q_RANK + BF16 * (RANK + ROPE), queries + rows),
+            "norm": self.moved(2 * BF16 * HIDDEN + normed + (weighed if self.weighs else 0)),
+            **projections,
+            "low ranks": self.moved(E4M3 * Q_RANK + BF16 * (RANK + ROPE), parts_of_low),
             "q_b": q_b,
             **apart,
             "mla_decode": decode,
-            "values": expansion,
-            "quantise": self.moved((BF16 + E4M3) * heads * NOPE),
+            **outward,
             "o": o,
             "norm of the MLP": self.moved(BF16 * HIDDEN + normed, out),
         }
@@ -108,7 +128,7 @@ class GpuStep:
         rows, columns = whole_tiles(self.tokens), inner // self.ways
         tile = choose_gated_tile(self.tokens, 1, columns, HIDDEN)
         gated = fp8_matmul.case("", fp8_matmul.DenseShape(rows, columns, HIDDEN, tile, gated=True))
-        return {"dense gate and up": gated, "dense down": self.product(HIDDEN, columns)[0]}
+        return {"dense gate and up": gated, "dense down": self.product(columns, HIDDEN)[0]}
 
     def moe(self) -> Launches:
         """Launches of the experts, the shared one included. Each token chooses evenly, and for itself."""
@@ -127,7 +147,7 @@ class GpuStep:
             ),
             "gate and up": grouped_matmul.case("", up),
             "down": grouped_matmul.case("", down),
-            "weighing": self.moved(BF16 * HIDDEN * (CHOSEN + 1)),
+            **({} if self.weighs else {"weighing": self.moved(BF16 * HIDDEN * (CHOSEN + 1))}),
             **self.mlp(INNER),
             **({} if laid else {"rows": self.moved(2 * E4M3 * CHOSEN * HIDDEN)}),
         }
@@ -165,12 +185,12 @@ def seconds(launches: Launches, card: str) -> dict[str, float]:
 
 # Models of docs/kernels.md, and the part of DeepSeek-V3 that one of eight GPUs has at 128 slots.
 STEPS = {
-    "share, 1 slot, window 1": GpuStep(1, 1, launches=19, experts=128),
-    "share, 1 slot, window 4": GpuStep(1, 4, launches=20, experts=128),
-    "share, 1 slot, window 1, without mla_absorb": GpuStep(1, 1, launches=21, experts=128, absorbs=False),
-    "share, 1 slot, window 4, without mla_absorb": GpuStep(1, 4, launches=23, experts=128, absorbs=False),
-    "one of 8 GPUs, 128 slots, window 4": GpuStep(128, 4, launches=23),
-    "wide, 128 slots, window 4": GpuStep(128, 4, launches=23, ways=1, layers=5, dense=1),
+    "share, 1 slot, window 1": GpuStep(1, 1, launches=16, experts=128),
+    "share, 1 slot, window 4": GpuStep(1, 4, launches=16, experts=128),
+    "share, 1 slot, window 1, without mla_absorb": GpuStep(1, 1, launches=21, experts=128, fuses=False),
+    "share, 1 slot, window 4, without mla_absorb": GpuStep(1, 4, launches=23, experts=128, fuses=False),
+    "one of 8 GPUs, 128 slots, window 4": GpuStep(128, 4, launches=21),
+    "wide, 128 slots, window 4": GpuStep(128, 4, launches=21, ways=1, layers=5, dense=1),
 }
 
 

@@ -1,6 +1,6 @@
 """The functions that a model calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.fp8_matmul import mosaic_gpu, reference
 from kernels_pallas.grouped_matmul.api import choose_gated_tile, grouped_matmul
-from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles
+from kernels_pallas.grouped_matmul.layout import ALIGNMENT, Tiles, few
 from kernels_pallas.grouped_matmul.tile import Tile
 from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import ArrayOrShape, Implementation, need
@@ -28,9 +28,8 @@ def fp8_matmul(
     w_scale: Float[Array, "n k"],
     *,
     implementation: Implementation,
-    summed: bool = True,
     interpret: Interpreter | None = None,
-) -> Float[Array, "T N"] | Float[Array, "s M N"]:
+) -> Float[Array, "T N"]:
     """``x @ w.T`` with x quantised to e4m3 in 1x128 blocks, summed in float32.
 
     Args:
@@ -38,25 +37,58 @@ def fp8_matmul(
         w: e4m3, output features first; N a multiple of 64, K of 128.
         w_scale: float32 scales of 128x128 blocks, the last blocks perhaps partial.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
-        summed: False leaves the parts of K that the kernel sums apart to the reader, and the rows that fill
-            whole tiles: it spares two launches.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        bfloat16; if parts are not summed [s, M, N], float32 if there are several, M whole tiles of rows.
+        bfloat16.
 
     Raises:
         ValueError: inputs that the kernel cannot take.
     """
     check(x, w, 64)
     count = x.shape[0]
-    tile = choose_tile(count, w.shape[0], w.shape[1])
+    tile = choose_tile(count, w.shape[1], w.shape[0])
     rows = _quantised(x, tile, implementation)
-    product = _product(implementation, tile, interpret, summed)
-    (y,) = product(rows.values, w[None], rows.scale, w_scale[None])
-    if summed:
-        return y[:count].astype(jnp.bfloat16)
-    return y if y.ndim == 3 else y.astype(jnp.bfloat16)[None]
+    (y,) = _product(implementation, tile, interpret)(rows.values, w[None], rows.scale, w_scale[None])
+    return y[:count].astype(jnp.bfloat16)
+
+
+def fp8_parts(
+    x: Float[Array, "T K"] | Quantised,
+    weights: Sequence[tuple[Float[Array, "_ K"], Float[Array, "_ k"]]],
+    rows: int,
+    *,
+    implementation: Implementation,
+    interpret: Interpreter | None = None,
+) -> list[Float[Array, "s M _"]]:
+    """``fp8_matmul`` of each weight and its scales, for a reader that sums: two launches fewer.
+
+    One launch multiplies all weights where it takes no longer.
+
+    rows: number of rows that count, the first.
+
+    Returns:
+        The parts of K that a kernel sums apart, float32 if there are several, else bfloat16; M is 8 if no
+        more rows count, else whole tiles of rows.
+    """
+    for w, _ in weights:
+        check(x, w, 64)
+    count, terms, each = x.shape[0], x.shape[1], [w.shape[0] for w, _ in weights]
+    if len(each) > 1 and not one_launch(count, terms, *each):
+        apart = partial(fp8_parts, x, rows=rows, implementation=implementation, interpret=interpret)
+        return [y for own in weights for y in apart([own])]
+    tile = choose_tile(count, terms, *each)
+    given = _quantised(x, tile, implementation)
+    left = ALIGNMENT if few(rows) else given.shape[0]
+    ws, scales = zip(*((w[None], scale[None]) for w, scale in weights), strict=True)
+    if len(each) == 1:
+        (ws,), (scales,) = ws, scales
+    if implementation == "mosaic_gpu":
+        run = partial(mosaic_gpu.fp8_matmul, tile=tile, left=left, interpret=interpret)
+        out = run(given.values, ws, given.scale, scales)
+    else:
+        out = [y[:left] for y in reference.fp8_matmul(given.values, ws, given.scale, scales)]
+    return [y if y.ndim == 3 else y.astype(jnp.bfloat16)[None] for y in out]
 
 
 def fp8_mlp(
@@ -83,7 +115,7 @@ def fp8_mlp(
         hidden, scale = mosaic_gpu.fp8_gated(*given, tile=gated, limit=limit)
     else:
         hidden, scale = reference.fp8_matmul(*given, limit)
-    tile = choose_tile(count, *down.shape)
+    tile = choose_tile(count, down.shape[1], down.shape[0])
     (y,) = _product(implementation, tile)(hidden, down[None], scale, down_scale[None])
     return y[:count].astype(jnp.bfloat16)
 
@@ -116,27 +148,40 @@ def fp8_by_group(
     return y.reshape(groups, -1, columns)[:, :count].swapaxes(0, 1)
 
 
-def choose_tile(rows: int, columns: int, terms: int) -> Tile:
+def one_launch(rows: int, terms: int, *columns: int) -> bool:
+    """Whether products with several weights end no later in one launch, its start left out."""
+
+    def cost(*columns: int) -> int:
+        return _cost(choose_tile(rows, terms, *columns), rows, terms, *columns)[0]
+
+    return cost(*columns) <= sum(map(cost, columns))
+
+
+def choose_tile(rows: int, terms: int, *columns: int) -> Tile:
     """Choose the tile with which a product ends soonest, by the rows of operands that a thread block loads.
 
     Parts of K are written and read again as float32, so more parts keep more of the GPU busy at that cost.
+
+    columns: output features of each weight.
     """
     splits = [n for n in range(1, 17) if terms // BLOCK % n == 0]
-
-    def cost(tile: Tile) -> tuple[int, int]:
-        pair = tile.pair
-        tiles = -(-rows // tile.rows) * (columns // tile.columns) * tile.splits
-        waves = -(-tiles * pair // PROCESSORS)
-        partial_sums = tile.rows // pair * tile.columns * 8 // BLOCK if tile.splits > 1 else 0
-        loaded = tile.rows // pair + tile.columns // pair
-        return waves * (terms // BLOCK // tile.splits * loaded + partial_sums + _START), tile.splits
-
     if rows <= 64:
         tiles = [Tile(64, n, splits=s) for n in (256, 128, 64) for s in splits]
     else:
         heights = (128,) if whole_tiles(rows) % 256 else (128, 256)
         tiles = [Tile(h, n, splits=s) for h in heights for n in (128, 64) for s in splits]
-    return min((tile for tile in tiles if columns % tile.columns == 0), key=cost)
+    fitting = (tile for tile in tiles if not any(n % tile.columns for n in columns))
+    return min(fitting, key=lambda tile: _cost(tile, rows, terms, *columns))
+
+
+def _cost(tile: Tile, rows: int, terms: int, *columns: int) -> tuple[int, int]:
+    """Rows of operands that the busiest multiprocessor loads, and the number of parts."""
+    pair = tile.pair
+    tiles = -(-rows // tile.rows) * (sum(columns) // tile.columns) * tile.splits
+    waves = -(-tiles * pair // PROCESSORS)
+    partial_sums = tile.rows // pair * tile.columns * 8 // BLOCK if tile.splits > 1 else 0
+    loaded = tile.rows // pair + tile.columns // pair
+    return waves * (terms // BLOCK // tile.splits * loaded + partial_sums + _START), tile.splits
 
 
 def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile, implementation: Implementation) -> Quantised:
@@ -150,10 +195,10 @@ def _quantised(x: Float[Array, "T K"] | Quantised, tile: Tile, implementation: I
 
 
 def _product(
-    implementation: Implementation, tile: Tile, interpret: Interpreter | None = None, summed: bool = True
+    implementation: Implementation, tile: Tile, interpret: Interpreter | None = None
 ) -> Callable[..., tuple[Array, ...]]:
     if implementation == "mosaic_gpu":
-        return partial(mosaic_gpu.fp8_matmul, tile=tile, summed=summed, interpret=interpret)
+        return partial(mosaic_gpu.fp8_matmul, tile=tile, interpret=interpret)
     return reference.fp8_matmul
 
 

@@ -1,6 +1,7 @@
 """The functions that a model calls."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
@@ -14,6 +15,7 @@ from kernels_pallas.mosaic import WGMMA_ROWS, Interpreter
 from kernels_pallas.needs import ArrayOrShape, Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised, quantise
 from kernels_pallas.splits import CLUSTER, GROUPS, PROCESSORS
+from kernels_pallas.weighed import Weighed
 
 
 def expert_mlp(
@@ -31,8 +33,9 @@ def expert_mlp(
     shards: int = 1,
     first: Int[Array, ""] | int = 0,
     limit: float | None = None,
+    summed: bool = True,
     interpret: Interpreter | None = None,
-) -> Float[Array, "T D"]:
+) -> Any:
     """Each row's chosen experts, weighted: ``sum_k weights * down(silu(gate(x)) * up(x))``, within the limit.
 
     FP8 weights multiply activations quantised to e4m3 in 1x128 blocks, once before each product.
@@ -52,11 +55,12 @@ def expert_mlp(
         shards: number of devices that share the choices; tiles depend on the mean number of an expert's rows.
         first: number, among A, of the first of the E experts.
         limit: largest gate, see ``ProductEnding``; None: it has none.
+        summed: False leaves weighing to the reader.
         implementation: "mosaic_gpu" needs a Hopper GPU; "xla" is the oracle in plain jnp.
         interpret: parameters of Pallas' interpreter; None compiles.
 
     Returns:
-        bfloat16, summed in float32.
+        bfloat16 [T, D], summed in float32; `Weighed` if not summed.
 
     Raises:
         ValueError: inputs that the kernel cannot take.
@@ -103,7 +107,8 @@ def expert_mlp(
     (y,) = grouped_matmul(
         hidden, down[:, None], scale, down_scale, groups.tiles, plain, implementation, interpret
     )
-    return _mixed(y, groups.place, weights).astype(jnp.bfloat16)
+    found = Weighed(y, groups.place, weights.T, (len(ids), y.shape[1]))
+    return found.summed() if summed else found
 
 
 def _of_tiles(
@@ -120,18 +125,6 @@ def _of_tiles(
         return x[token], None
     first = groups.tiles.table[1][:, None]
     return x.values[token], x.scale[:, token[(first + jnp.arange(rows)).reshape(-1)]]
-
-
-def _mixed(
-    y: Float[Array, "M D"], place: Int[Array, "k T"], weights: Float[Array, "T k"]
-) -> Float[Array, "T D"]:
-    """Weighted sum of each token's rows, float32, written choice by choice: XLA needs one launch for it."""
-    total = jnp.zeros((place.shape[1], y.shape[1]), jnp.float32)
-    for k in range(place.shape[0]):
-        # Slots without a pair may hold NaN, which a zero weight would not silence.
-        part = y.at[place[k]].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
-        total += jnp.where((place[k] < y.shape[0])[:, None], part * weights[:, k, None], 0)
-    return total
 
 
 def grouped_matmul(

@@ -6,8 +6,10 @@ products are summed in two levels (arXiv 2412.19437, section 3.3.2; github.com/d
 tensor cores sum 128 terms, which are scaled while they are added to a float32 sum in registers.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -37,9 +39,9 @@ _Sums = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
 def grouped_matmul(
     x: Float[Array, "M K"],
-    w: Float[Array, "E b N K"] | UInt8[Array, "E b N _c"],
+    w: Float[Array, "E b N K"] | tuple[Float[Array, "E 1 _ K"], ...] | UInt8[Array, "E b N _c"],
     x_scale: Float[Array, "k R"] | None,
-    w_scale: Float[Array, "E b n k"] | UInt8[Array, "E b N _g"] | None,
+    w_scale: Float[Array, "E b n k"] | tuple[Float[Array, "E 1 _ k"], ...] | UInt8[Array, "E b N _g"] | None,
     tiles: Tiles,
     *,
     tile: Tile,
@@ -53,8 +55,9 @@ def grouped_matmul(
 
     Args:
         x: e4m3 or bfloat16; ``tile.rows`` rows from each tile's first on are read, and must be there.
-        w: weights of x's dtype, output features before input features; b is 1, or 2 for gate and up. Or, with
-            x in bfloat16, FP4 (``fp4.py``): uint8, two values each.
+        w: weights of x's dtype, output features before input features; b is 1, or 2 for gate and up. Several
+            weights, whose columns are tiles one after the other, have a result each; b is 1. Or, with x in
+            bfloat16, FP4 (``fp4.py``): uint8, two values each.
         x_scale: float32 scales of 1x128 blocks of the tiles' rows, transposed; None for bfloat16.
         w_scale: float32 scales of 128x128 blocks of w, the last blocks perhaps partial; None for bfloat16.
             FP4 weights have uint8, the exponents of 1x32 groups.
@@ -70,10 +73,12 @@ def grouped_matmul(
     Raises:
         ValueError: dtypes and sizes that the tile does not fit.
     """
-    gated, columns, count = w.shape[1] == 2, w.shape[2], tiles.table.shape[1]
-    is_fp4 = w.dtype == jnp.uint8
-    sizes = ProductSizes(tile, x.dtype, gated, x.shape[0], columns, x.shape[1], count, ending, is_fp4)
-    operands = (x, w, x_scale, w_scale) if sizes.fp8 else (x, w, w_scale) if is_fp4 else (x, w)
+    ws = w if isinstance(w, tuple) else (w,)
+    w_scales = w_scale if isinstance(w_scale, tuple) else (w_scale,)
+    each, gated, is_fp4 = tuple(own.shape[2] for own in ws), ws[0].shape[1] == 2, ws[0].dtype == jnp.uint8
+    of_call = x.shape[0], sum(each), x.shape[1], tiles.table.shape[1], ending, is_fp4
+    sizes = ProductSizes(tile, x.dtype, gated, *of_call, each if len(each) > 1 else ())
+    operands = (x, ws, x_scale, w_scales) if sizes.fp8 else (x, ws, w_scale) if is_fp4 else (x, ws)
     results, parts = sizes.out_type(), sizes.parts_type() if sizes.gated else ()
     clusters: dict[str, Any] = {}
     if sizes.cluster > 1 or sizes.tile.pair > 1:
@@ -128,12 +133,13 @@ class _Walk:
     Attributes:
         row_tiles: the number of tiles of rows; read where it is needed, as registers are scarce.
         half: number of the thread block among the two that have a tile together.
+        out: the results, one of each weight; of a gated product in e4m3, values and scales.
         parts: the parts of a gated product's sums, where the thread blocks of a cluster have one each.
         interpreted: whether Pallas interprets the kernel.
     """
 
     sizes: ProductSizes
-    operands: tuple[Ref, ...]
+    operands: tuple[Any, ...]
     table: Ref
     row_tiles: Ref
     half: jax.Array | int
@@ -160,6 +166,15 @@ class _Walk:
             return (self.half * COMPUTE + wg) * WGMMA_ROWS
         return self.share(wg)[0]
 
+    def of_weight(self, column_tile: jax.Array, do: Callable[[int, jax.Array], None]) -> None:
+        """Call ``do`` with the number of a column tile's weight, and that of the tile in it."""
+        edges = self.sizes.edges
+        if len(edges) == 1:
+            do(0, column_tile)
+        for n, (first, end) in enumerate(pairwise(edges)):
+            inside = jnp.logical_and(column_tile >= first, column_tile < end)
+            pl.when(inside)(partial(do, n, column_tile - first))
+
     def load(self, walker: jax.Array, mine: jax.Array) -> None:
         """Fill the ring with the operands of every step of every tile."""
         sizes, tile, s = self.sizes, self.sizes.tile, self.scratch
@@ -170,7 +185,6 @@ class _Walk:
             group, first = self.table[0, row_tile], 0
             if sizes.ending.slots is None:
                 first = pl.multiple_of(self.table[1, row_tile], ALIGNMENT)
-            columns = pl.ds(column_tile * tile.columns, tile.columns)
 
             def step(k: jax.Array, _: None) -> None:
                 filled = i * sizes.steps + k
@@ -179,10 +193,15 @@ class _Walk:
                 terms = pl.ds(at * sizes.stage_terms, sizes.stage_terms)
                 pl.when(filled >= tile.stages)(lambda: self.await_free(slot))
                 self.load_rows(first, self.table[2, row_tile], terms, slot)
-                for b in range(sizes.blocks):
-                    for w, to, terms in self.weights(at):
-                        weights = w.at[group, b, columns, terms]
-                        plgpu.copy_gmem_to_smem(weights, to.at[slot, b], full, collective_axes=both)
+
+                def weights(n: int, column_tile: jax.Array) -> None:
+                    columns = pl.ds(column_tile * tile.columns, tile.columns)
+                    for b in range(sizes.blocks):
+                        for w, to, terms in self.weights(n, at):
+                            of_block = w.at[group, b, columns, terms]
+                            plgpu.copy_gmem_to_smem(of_block, to.at[slot, b], full, collective_axes=both)
+
+                self.of_weight(column_tile, weights)
 
             lax.fori_loop(0, sizes.steps, step, None)
 
@@ -212,14 +231,14 @@ class _Walk:
         else:
             copy(rows)
 
-    def weights(self, at: jax.Array) -> tuple[tuple[Ref, Ref, Any], ...]:
-        """Arrays of the weights, the rings for them, and the part of a row that K's stage ``at`` has."""
+    def weights(self, n: int, at: jax.Array) -> tuple[tuple[Ref, Ref, Any], ...]:
+        """Arrays of weight number n, the rings for them, and the part of a row that K's stage ``at`` has."""
         s, width = self.scratch, self.sizes.stage_terms
         if not self.sizes.fp4:
-            return ((self.operands[1], s["ws"], pl.ds(at * width, width)),)
+            return ((self.operands[1][n], s["ws"], pl.ds(at * width, width)),)
         scales = pl.ds(lax.div(at * width, FP4_SCALES_TERMS) * FP4_SCALES, FP4_SCALES)
         codes = pl.ds(at * (width // 2), width // 2)
-        return (self.operands[1], s["codes"], codes), (self.operands[2], s["exponents"], scales)
+        return (self.operands[1][n], s["codes"], codes), (self.operands[2], s["exponents"], scales)
 
     def await_free(self, slot: jax.Array) -> None:
         """Wait until a stage may be filled; a copy of shared weights fills it in both thread blocks."""
@@ -239,12 +258,13 @@ class _Walk:
             if self.sizes.cluster > 1:
                 self.sum_parts(wg, place, sums)
             elif not self.sizes.gated:
-                out = self.out[0].at[place[2]] if self.sizes.tile.splits > 1 else self.out[0]
-                self.store(wg, place, sums[0], out)
+                split = self.sizes.tile.splits > 1
+                outs = [out.at[place[2]] if split else out for out in self.out]
+                self.store(wg, place, sums[0], outs)
             elif self.sizes.fp8:
                 self.store_quantised(wg, i, place, self.swiglu(*sums))
             else:
-                self.store(wg, place, self.swiglu(*sums), self.out[0])
+                self.store(wg, place, self.swiglu(*sums), self.out)
 
         lax.fori_loop(0, mine, one_tile, None)
         plgpu.wait_smem_to_gmem(0)
@@ -252,19 +272,17 @@ class _Walk:
     def scaled_sums(self, wg: jax.Array, i: jax.Array, place: TilePlace) -> tuple[jax.Array, ...]:
         """Sum the products of FP8 blocks along the inner dimension, each times its blocks' scales."""
         sizes, s = self.sizes, self.scratch
-        _, _, x_scale, w_scale = self.operands
+        x_scale = self.operands[2]
         row_tile, column_tile, part = place
         column = self.share(wg)[1]
         of_tile = row_tile * sizes.tile.rows if sizes.ending.slots is None else 0
         rows = pl.ds(of_tile + self.rows_of(wg), WGMMA_ROWS)
-        group, of_columns = (
-            self.table[0, row_tile],
-            lax.div(column_tile * sizes.tile.columns + column, BLOCK),
-        )
+        group = self.table[0, row_tile]
+        blocks = [(group, b) for b in range(sizes.blocks)]
 
         def scales(k: jax.Array | int) -> tuple[jax.Array, ...]:
             depth = part * sizes.steps + k
-            of_weights = (w_scale[group, b, of_columns, depth] for b in range(sizes.blocks))
+            of_weights = (self.weight_scale(block, column_tile, column, depth) for block in blocks)
             return load(x_scale, (depth, rows), WGMMA_ROW), *of_weights
 
         def step(k: jax.Array, carry: _Sums) -> _Sums:
@@ -285,6 +303,27 @@ class _Walk:
 
         zero = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, sizes.width), jnp.float32), WGMMA)
         return lax.fori_loop(0, sizes.steps, step, ((zero,) * sizes.blocks, scales(0)))[0]
+
+    def weight_scale(
+        self,
+        matrix: tuple[jax.Array, int],
+        column_tile: jax.Array,
+        column: jax.Array | int,
+        depth: jax.Array | int,
+    ) -> jax.Array:
+        """Scale of a block of weights.
+
+        matrix: group and number of the product. column: first within the tile. depth: block along K.
+        """
+        w_scales, columns, found = self.operands[3], self.sizes.tile.columns, None
+        for w_scale, first in zip(w_scales, self.sizes.edges, strict=False):
+            block = lax.div((column_tile - first) * columns + column, BLOCK)
+            if len(w_scales) > 1:  # scales of the other weights are read, but do not count
+                block = jnp.clip(block, 0, w_scale.shape[2] - 1)
+            own = w_scale[*matrix, block, depth]
+            found = own if found is None else jnp.where(column_tile >= first, own, found)
+        assert found is not None
+        return found
 
     def plain_sums(self, wg: jax.Array, i: jax.Array, place: TilePlace) -> tuple[jax.Array, ...]:
         """The bfloat16 product: sums over K, kept by the tensor cores."""
@@ -337,8 +376,11 @@ class _Walk:
         w = self.scratch["ws"].at[slot, b, pl.ds(column, self.sizes.width)]
         plgpu.wgmma(acc, x, w.T)
 
-    def store(self, wg: jax.Array, place: TilePlace, value: jax.Array, out: Ref) -> None:
-        """Write a warpgroup's share of a tile through shared memory, without rows past the tile's end."""
+    def store(self, wg: jax.Array, place: TilePlace, value: jax.Array, outs: Sequence[Ref]) -> None:
+        """Write a warpgroup's share of a tile through shared memory, without rows past the tile's end.
+
+        outs: the results, one of each weight.
+        """
         tile, staged = self.sizes.tile, self.scratch["staged"]
         row_tile, column_tile, _ = place
         row, column = self.rows_of(wg), self.share(wg)[1]
@@ -347,18 +389,26 @@ class _Walk:
         plgpu.commit_smem()
         first = pl.multiple_of(self.table[1, row_tile] + row, ALIGNMENT)
         height = self.table[2, row_tile] - row
-        columns = pl.ds(column_tile * tile.columns + column, self.sizes.width)
 
-        @pl.when(height >= WGMMA_ROWS)
-        def _whole() -> None:
-            plgpu.copy_smem_to_gmem(staged.at[wg], out.at[pl.ds(first, WGMMA_ROWS), columns])
+        # A copy's box must not be larger than its array.
+        most = min(self.sizes.ending.slots or WGMMA_ROWS, WGMMA_ROWS)
 
-        for piece in range(0, WGMMA_ROWS - ALIGNMENT, ALIGNMENT):
+        def copy(n: int, column_tile: jax.Array) -> None:
+            columns = pl.ds(column_tile * tile.columns + column, self.sizes.width)
 
-            @pl.when(jnp.logical_and(height > piece, height < WGMMA_ROWS))
-            def _piece(piece: int = piece) -> None:
-                rows = pl.ds(pl.multiple_of(first + piece, ALIGNMENT), ALIGNMENT)
-                plgpu.copy_smem_to_gmem(staged.at[wg, pl.ds(piece, ALIGNMENT)], out.at[rows, columns])
+            @pl.when(height >= WGMMA_ROWS)
+            def _whole() -> None:
+                if most == WGMMA_ROWS:
+                    plgpu.copy_smem_to_gmem(staged.at[wg], outs[n].at[pl.ds(first, WGMMA_ROWS), columns])
+
+            for piece in range(0, min(most, WGMMA_ROWS - ALIGNMENT), ALIGNMENT):
+
+                @pl.when(jnp.logical_and(height > piece, height < WGMMA_ROWS))
+                def _piece(piece: int = piece) -> None:
+                    rows = pl.ds(pl.multiple_of(first + piece, ALIGNMENT), ALIGNMENT)
+                    plgpu.copy_smem_to_gmem(staged.at[wg, pl.ds(piece, ALIGNMENT)], outs[n].at[rows, columns])
+
+        self.of_weight(column_tile, copy)
 
     def store_quantised(self, wg: jax.Array, i: jax.Array, place: TilePlace, value: jax.Array) -> None:
         """Write a tile as e4m3, with a scale for each row of its 128 columns."""
@@ -372,7 +422,7 @@ class _Walk:
             plgpu.barrier_wait(s["met"])
             peak = jnp.maximum(peak, plgpu.layout_cast(s["peaks"][turn, 1 - wg], WGMMA_ROW))
         scale = jnp.maximum(peak, TINY) * (1 / FP8_MAX)
-        self.store(wg, place, value * per_row(1 / scale, self.sizes.width), self.out[0])
+        self.store(wg, place, value * per_row(1 / scale, self.sizes.width), self.out)
         # Through shared memory as well, as an address per thread would exceed the registers.
         s["scales"][wg] = scale
         plgpu.commit_smem()
@@ -390,7 +440,7 @@ class _Walk:
         tile = self.sizes.tile
         row_tile, column_tile, part = place
         for b, value in enumerate(sums):
-            self.store(wg, place, value, self.parts[0].at[part, b])
+            self.store(wg, place, value, [self.parts[0].at[part, b]])
         plgpu.wait_smem_to_gmem(0)
         plgpu.barrier_arrive(self.scratch["summed"])
         plgpu.barrier_wait(self.scratch["summed"])

@@ -1,6 +1,8 @@
 """Cuts of a grouped matrix product into tiles, and the arrays that a tile keeps in shared memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import gcd
 from typing import Any
 
 import jax
@@ -60,6 +62,7 @@ class ProductSizes:
         tiles: number of tiles of rows.
         ending: the way to the results, among them their number of rows.
         fp4: whether w is FP4 (``fp4.py``), which the warpgroups expand.
+        each: columns of each weight, where there are several.
     """
 
     tile: Tile
@@ -71,6 +74,7 @@ class ProductSizes:
     tiles: int
     ending: ProductEnding = PLAIN
     fp4: bool = False
+    each: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         tile = self.tile
@@ -88,7 +92,7 @@ class ProductSizes:
         if self.gated and (tile.columns != BLOCK or tile.splits > CLUSTER):
             raise ValueError(f"{tile} of a gated product; expected {BLOCK} columns, at most {CLUSTER} splits")
         for what, size, part in (
-            ("columns", self.columns, tile.columns),
+            ("columns", gcd(self.columns, *self.each), tile.columns),
             ("terms", self.terms, self.stage_terms * tile.splits),
         ):
             if size % part:
@@ -128,6 +132,11 @@ class ProductSizes:
     def column_tiles(self) -> int:
         """Tiles side by side."""
         return self.columns // self.tile.columns
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """First column tile of each weight, where there are several, and the end."""
+        return tuple(accumulate((n // self.tile.columns for n in self.each), initial=0))
 
     @property
     def cluster(self) -> int:
@@ -187,6 +196,9 @@ class ProductSizes:
 
     def out_type(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the kernel's results."""
+        if self.each:
+            own = (replace(self, columns=columns, each=()) for columns in self.each)
+            return tuple(result for sizes in own for result in sizes.out_type())
         if not self.gated and self.tile.splits > 1:
             return self.parts_type()
         quantised = self.gated and self.fp8

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
 
 from kernels_pallas.mla_decode import mosaic_gpu, reference
 from kernels_pallas.mla_decode.fp8_rows import PackedRows
@@ -59,10 +61,48 @@ def mla_decode(
     """
     if implementation == "xla":
         return reference.mla_decode(q, q_rope, pages, page_table, visible, scale=scale).astype(q.dtype)
-    check(q, q_rope, pages)
-    given = q.shape[2]
-    q, q_rope = (jnp.pad(a, ((0, 0), (0, 0), (0, -given % _HEADS), (0, 0))) for a in (q, q_rope))
+    options: Any = {"splits": splits, "in_place": in_place, "interpret": interpret}
+    given = q, q_rope, pages, page_table, visible
+    parts = mla_decode_parts(given, scale=scale, implementation=implementation, **options)
     slots, window, heads, rank = q.shape
+    mixed = parts.out[0] if len(parts.out) == 1 else merge(parts.out, parts.lse, interpret=interpret)
+    return mixed.reshape(slots, window, -1, rank)[:, :, :heads]
+
+
+@struct.dataclass
+class MixedLatents:
+    """Results of attention to disjoint parts of the rows, for a kernel that merges them.
+
+    Attributes:
+        out: normalised mixed latents of M query rows: window token by window token, the heads of each and
+            heads of zeros beside each other, up to a multiple of 8.
+        lse: float32, log2 of the sums of exponentials; the query rows are k blocks of M / k.
+    """
+
+    out: Float[Array, "s B M C"]
+    lse: Float[Array, "s B k 64"]
+
+
+def mla_decode_parts(
+    given: tuple[jax.Array, jax.Array, jax.Array | PackedRows, jax.Array, Window],
+    *,
+    scale: float,
+    implementation: Implementation,
+    splits: int | None = None,
+    in_place: bool = False,
+    interpret: Interpreter | None = None,
+) -> MixedLatents:
+    """``mla_decode``, whose parts the reader merges. given: its first five arguments."""
+    q, q_rope, pages, page_table, visible = given
+    if implementation == "xla":
+        mixed = reference.mla_decode(*given, scale=scale).astype(q.dtype)
+        mixed = jnp.pad(mixed, ((0, 0), (0, 0), (0, -q.shape[2] % _HEADS), (0, 0)))
+        out = mixed.reshape(1, len(mixed), -1, mixed.shape[-1])
+        blocks = out.shape[2] // mosaic_gpu.rows_per_block(out.shape[2])
+        return MixedLatents(out, jnp.zeros((1, len(mixed), blocks, ROWS), jnp.float32))
+    check(q, q_rope, pages)
+    q, q_rope = (jnp.pad(a, ((0, 0), (0, 0), (0, -a.shape[2] % _HEADS), (0, 0))) for a in (q, q_rope))
+    slots, window, heads, _ = q.shape
     height = window * heads
     block = mosaic_gpu.rows_per_block(height)
     blocks = height // block
@@ -87,8 +127,7 @@ def mla_decode(
         in_place=in_place,
         interpret=interpret,
     )
-    mixed = out[0] if splits == 1 else merge(out, lse, interpret=interpret)
-    return mixed.reshape(slots, window, heads, rank)[:, :, :given]
+    return MixedLatents(out, lse)
 
 
 def splits_of(blocks: int, columns: int) -> int:

@@ -12,6 +12,7 @@ from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.needs import Implementation, need
 from kernels_pallas.quantised import BLOCK, Quantised
 from kernels_pallas.rms_norm import mosaic_gpu, reference
+from kernels_pallas.weighed import Weighed
 
 # Numbers of a row that a thread block keeps in registers; more would be spilled.
 _WIDEST = 8192
@@ -36,7 +37,7 @@ class Normed:
 
 
 def rms_norm(
-    addends: Sequence[Float[Array, "... _ D"]],
+    addends: Sequence[Float[Array, "... _ D"] | Weighed],
     weight: Float[Array, " D"],
     eps: float,
     *,
@@ -50,8 +51,8 @@ def rms_norm(
     """Root-mean-square normalisation of a sum in float32 (arXiv 1910.07467), in one launch.
 
     Args:
-        addends: bfloat16 arrays; or the float32 parts that a product leaves to be summed. Rows past T are
-            not read.
+        addends: bfloat16 arrays; the float32 parts that a product leaves to be summed; experts' results, but
+            not first. Rows past T are not read.
         weight: any float type.
         eps: added to the mean square.
         rows: number of rows, T; None: the number of the first addend's rows.
@@ -70,13 +71,21 @@ def rms_norm(
         check(width, x.dtype)
     if not (plain or quantised):
         raise ValueError("rms_norm: neither plain nor quantised rows are wanted; ask for one of them")
-    each = [x.reshape(-1, x.shape[-2], width // BLOCK, BLOCK) for x in addends]
+    block = -1, width // BLOCK, BLOCK
     weight = weight.reshape(-1, BLOCK)
     wanted: dict[str, Any] = {"eps": eps, "total": total, "plain": plain, "quantised": quantised}
     if implementation == "mosaic_gpu":
+        each = [
+            (x.rows.reshape(block), x.place, x.weights)
+            if isinstance(x, Weighed)
+            else x.reshape(-1, x.shape[-2], *block[1:])
+            for x in addends
+        ]
         out = list(mosaic_gpu.rms_norm(each, weight, rows=rows, **wanted, interpret=interpret))
     else:
-        out = list(reference.rms_norm([x[:, :rows] for x in each], weight, **wanted))
+        sums = (x.total() if isinstance(x, Weighed) else x for x in addends)
+        each = [x.reshape(-1, x.shape[-2], *block[1:])[:, :rows] for x in sums]
+        out = list(reference.rms_norm(each, weight, **wanted))
     x = out.pop(0).reshape(rows, width) if total else None
     result = out.pop(0).reshape(rows, width).astype(jnp.bfloat16) if plain else None
     return Normed(x, result, _quantised(*out) if quantised else None)

@@ -12,11 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kernels_pallas.mosaic import Interpreter, Ref, load, store
 from kernels_pallas.quantised import BLOCK, FP8_MAX, TINY, whole_tiles
 
+# Rows [M, k, 128], places of each row's [c, T], weights [c, T]; see ``weighed``.
+ChosenRows = tuple[Float[Array, "_ k 128"], Int[Array, "c T"], Float[Array, "c T"]]
 # Blocks of a row, one per warp at a time; the 32 lanes of a warp hold four numbers each.
 WARPS = 4
 ROW = plgpu.Layout.TILED(Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -25,7 +27,7 @@ _CHUNK = 32
 
 
 def rms_norm(
-    addends: Sequence[Float[Array, "_ _ k 128"]],
+    addends: Sequence[Float[Array, "_ _ k 128"] | ChosenRows],
     weight: Float[Array, "k 128"],
     *,
     rows: int,
@@ -39,7 +41,8 @@ def rms_norm(
 
     Args:
         addends: bfloat16 or float32, blocks of 128; their number k is a multiple of 4. The s rows of each
-            array are summed, and the sums of all arrays. Rows past T are not read.
+            array are summed, and the sums of all arrays. Rows past T are not read. An addend may also be
+            rows, each result's places among them, and their weights.
         weight: any float type.
         rows: number of rows, T.
         eps: added to the mean square.
@@ -53,15 +56,13 @@ def rms_norm(
         written.
     """
     count = len(addends)
-    blocks = addends[0].shape[2]
+    blocks = weight.shape[0]
 
     def body(*refs: Ref) -> None:
         row, out = lax.axis_index("row"), list(refs[count + 1 :])
-        each = [
-            load(ref, (part, row), ROW).astype(jnp.float32)
-            for ref, addend in zip(refs, addends, strict=False)
-            for part in range(addend.shape[0])
-        ]
+        each = []
+        for ref in refs[:count]:
+            each += _chosen(ref, row) if isinstance(ref, tuple) else _parts(ref, row)
         rounded = sum(each[1:], each[0]).astype(jnp.bfloat16)  # as between two launches
         x = rounded.astype(jnp.float32)
         if total:
@@ -77,6 +78,23 @@ def rms_norm(
     if quantised:
         out_type += quantised_type(rows, blocks)
     return tuple(_launch(body, out_type, {"row": rows}, interpret)(*addends, weight))
+
+
+def _parts(ref: Ref, row: jax.Array) -> list[jax.Array]:
+    """A row's parts."""
+    return [load(ref, (part, row), ROW).astype(jnp.float32) for part in range(ref.shape[0])]
+
+
+def _chosen(refs: tuple[Ref, ...], row: jax.Array) -> list[jax.Array]:
+    """A row's chosen rows times their weights; zeros for a place past all rows, which may hold NaN."""
+    rows, place, weights = refs
+    found = []
+    for k in range(place.shape[0]):
+        at, last = place[k, row], rows.shape[0] - 1
+        value = load(rows, (jnp.minimum(at, last),), ROW).astype(jnp.float32) * weights[k, row]
+        there = jnp.zeros_like(value) + jnp.where(at <= last, 1.0, 0.0)
+        found.append(jnp.where(there > 0.0, value, 0.0))
+    return found
 
 
 def quantise(

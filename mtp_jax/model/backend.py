@@ -31,7 +31,7 @@ from mtp_jax.model.attention.compressed import Compressed, HopperCompressed
 from mtp_jax.model.attention.cpu import CpuLatent
 from mtp_jax.model.attention.cpu_gqa import CpuGqa
 from mtp_jax.model.attention.gqa import Gqa, HopperGqa
-from mtp_jax.model.attention.kind import Asked, Kind
+from mtp_jax.model.attention.kind import Asked, Context, Kind
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.pages import Write, by_loop, by_scatter
 from mtp_jax.model.attention.place import PagedPlace, WholePlace
@@ -67,7 +67,7 @@ from mtp_jax.model.params import (
 from mtp_jax.model.parts import join, split_tree
 from mtp_jax.model.products.cpu import CpuProducts
 from mtp_jax.model.products.plain import Products, Readers, Residual, Rows
-from mtp_jax.model.products.stream import Parts, ProductResult
+from mtp_jax.model.products.stream import ProductResult
 from mtp_jax.model.sharding import constrain, data_size, partition, sharded, with_auto_axes
 from mtp_jax.model.sight import Sight
 from mtp_jax.model.stack import alike, parts, stacked
@@ -132,7 +132,7 @@ class Backend:
         entries: Entries | None,
         cache: Cache | None,
         sight: Sight,
-    ) -> tuple[Float[Array, "B W N v"], Cache | None, Choice]:
+    ) -> tuple[Context, Cache | None, Choice]:
         """Write the entries, attend over visible rows. Without a cache every token sees the tokens before it.
 
         A layer's indexer chooses rows where no other layer has. Returns (context, cache, choice).
@@ -151,7 +151,9 @@ class Backend:
         heads, paged = partition("slots", None, "heads", None), partition("pages")
         specs = Asked(heads, per_slot, per_slot, per_slot), kind.spread(w)
         place = PagedPlace(paged, per_slot, cfg.row, self.write_rows)
-        run = sharded(partial(kind.over, cfg), self.mesh, (*specs, place), (heads, per_slot, paged))
+        run = sharded(
+            partial(kind.over, cfg), self.mesh, (*specs, place), (kind.contexts(q), per_slot, paged)
+        )
         shapes, contexts, choices = [v.shape for v in views], [], []
         asking = [v.unpacked(a) for v, a in zip(views, split_tree(asked, shapes, self.mesh), strict=True)]
         if len(asking) > 1 and isinstance(cache, LayerCache):
@@ -168,16 +170,17 @@ class Backend:
             context, chosen, cache = run(own, w, place)
             contexts.append(view.packed(context))
             choices.append(chosen)
-        return join(contexts, self.mesh), cache, tuple(choices)
+        context = join(contexts, self.mesh) if len(contexts) > 1 else contexts[0]
+        return context, cache, tuple(choices)
 
     def after_attention(
-        self, p: Layer, cfg: ModelConfig, x: Residual, context: Float[Array, "B W N v"], views: Views
+        self, p: Layer, cfg: ModelConfig, x: Residual, context: Context, views: Views
     ) -> Residual:
         """The output projection, added to the stream."""
         kind = self.kind(cfg)
         absorbed = all(v.form == "absorbed" for v in views) if views else kind.form == "absorbed"
         out = kind.result(p.attention, cfg, context, absorbed)
-        out = out if isinstance(out, Parts) else constrain(out, self.mesh, "slots", None, None)
+        out = constrain(out, self.mesh, "slots", None, None) if isinstance(out, jax.Array) else out
         return self.left(x, out)
 
     def feed_forward(

@@ -22,6 +22,8 @@ class Queries:
         nope: the part matched with the up-projected latent.
         rope: the part matched with the shared rope key.
         inward: ``nope`` in the latent space, where a kernel has absorbed the keys' up-projection already.
+        rows: shape [B, W, N * v] of all devices' results, where attention hands them to the output projection
+            quantised; None: as arrays.
         index: the indexer's queries, which meet index keys; None in a layer without an indexer.
     """
 
@@ -29,6 +31,7 @@ class Queries:
     rope: Float[Array, "B W N R"]
     inward: Float[Array, "B W N C"] | None = None
     index: IndexQueries | None = None
+    rows: tuple[int, int, int] | None = struct.field(pytree_node=False, default=None)
 
 
 class Ups(NamedTuple):

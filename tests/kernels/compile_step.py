@@ -123,9 +123,11 @@ class Program:
         """Arrays that a call takes."""
         return len(jax.tree.leaves(self.compiled.args_info))
 
-    def purposes(self) -> tuple[str, ...]:
-        """Of each launch: where in the program it comes from."""
-        return report.purposes(self.launches, self.compiled.as_text() or "")
+    def names(self) -> tuple[str, ...]:
+        """Of each launch: where in the program it comes from, or XLA's name of its kernel, without number."""
+        purposes = report.purposes(self.launches, self.compiled.as_text() or "")
+        kernels = (re.sub(r"_\d+$", "", report.kernel_name(line)) for line in self.launches)
+        return tuple(purpose or kernel for purpose, kernel in zip(purposes, kernels, strict=True))
 
 
 def compile_program(mesh: Mesh, function: Any, *inputs: Any, dump: Path) -> Program:
@@ -273,10 +275,15 @@ def main() -> int:
 
 
 def check_layer(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
-    """Launches and temporary memory of a layer: what a second one adds. The rest is made once per step."""
+    """Launches by name, and temporary memory, that a second layer adds. The rest is made once per step."""
     one, two = (compile_layers(mesh, n, dump.with_name(f"{dump.name}-{n}"), load) for n in (1, 2))
-    for line, purpose in zip(one.launches, one.purposes(), strict=True):
-        print(line.split("grid:")[0].rstrip(), purpose)
+    of_one, of_two = one.names(), two.names()
+    for line, launch in zip(one.launches, of_one, strict=True):
+        print(line.split("grid:")[0].rstrip(), launch)
+    for launch in beyond(of_two, of_one):
+        print(f"{name}: the second layer adds {launch}")
+    for launch in beyond(of_one, of_two):
+        print(f"{name}: the second layer spares {launch}")
     each = len(two.launches) - len(one.launches)
     once = len(one.launches) - each
     print(f"{name}: {each} launches of each layer, and {once} once; {two.entries} entries of two", flush=True)
@@ -285,6 +292,16 @@ def check_layer(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:
     found = {"launches_per_layer": each, "launches_once": once, "temp_mib_second_layer": more}
     found["entries"] = two.entries
     return [fault for what, got in found.items() for fault in over(name, what, got)]
+
+
+def beyond(more: tuple[str, ...], less: tuple[str, ...]) -> list[str]:
+    """The launches of a program that another has not, or not as often, in order; equal ones: the last."""
+    left, found = Counter(more) - Counter(less), []
+    for launch in reversed(more):
+        if left[launch]:
+            left[launch] -= 1
+            found.append(launch)
+    return found[::-1]
 
 
 def check_step(name: str, mesh: Mesh, dump: Path, load: Load) -> list[str]:

@@ -189,7 +189,7 @@ def test_times_were_measured_of_cases_that_there_are():
 
 
 def test_a_kernel_without_a_time_runs_only_where_it_is_asked_for(monkeypatch):
-    assert set(KERNELS) - kernels() == {"hyper", "mla_absorb"}
+    assert set(KERNELS) - kernels() == {"hyper", "mla_absorb", "mla_values"}
     one = Run("H200", runs()[0].date, {"top_k/window4-batch40-12k": 18})
     monkeypatch.setattr("kernels_pallas.measured.runs", lambda: (one,))
     monkeypatch.setattr("mtp_jax.model.backend.is_hopper", lambda: True)

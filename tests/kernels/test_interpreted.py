@@ -9,17 +9,18 @@ from tests.kernels.interpreter import interpret, needs_interpreter
 
 # The largest distance by kernel; that of others is their cases' tolerance.
 LIMITS = {"top_k": 0.0, "mla_decode": 4e-3, "mla_prefill": 4e-3} | dict.fromkeys(
-    ("mla_absorb", "mla_low_rank", "rms_norm", "grouped_matmul", "fp8_matmul", "hyper"), 3e-3
+    ("mla_absorb", "mla_values", "mla_low_rank", "rms_norm", "grouped_matmul", "fp8_matmul", "hyper"), 3e-3
 )
 SMALL = {case.name: case for case in cases() if case.small}
 # One of each way through a kernel; the others are slow, or further cases of kernels without a loop.
 FAST = (
     "mla_decode/small-one-token", "router/small-one-group", "expert_layout/small-some", "top_k/small-ties",
-    "grouped_matmul/small-gated", "fp8_matmul/small-split", "index_scores/small-fp8",
-    "mla_absorb/small-parts", "mla_low_rank/small-page-edges", "rms_norm/small-parts", "rms_norm/small-heads",
+    "grouped_matmul/small-gated", "fp8_matmul/small-two", "index_scores/small-fp8",
+    "mla_absorb/small-parts", "mla_values/small-parts",
+    "mla_low_rank/small-page-edges", "rms_norm/small-parts", "rms_norm/small-heads",
     "hyper/small-leave", "hyper/small-enter",
 )  # fmt: skip
-SHORT = ("mla_absorb/", "mla_low_rank/", "rms_norm/", "hyper/")
+SHORT = ("mla_absorb/", "mla_values/", "mla_low_rank/", "rms_norm/", "hyper/")
 
 
 def marked(name: str) -> Any:

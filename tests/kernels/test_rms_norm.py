@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from kernels_pallas.rms_norm import api
-from tests.kernels.interpreter import distance, rounded
+from kernels_pallas.weighed import Weighed
+from tests.kernels.interpreter import distance, needs_interpreter, rounded
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -54,6 +56,25 @@ def test_heads_are_quantised_as_rows(heads_first, rng):
     rows = jax.jit(lambda x: api.quantise(x, blocks_first=heads_first, implementation="xla").expand())(given)
     expected = x.astype(np.float64).transpose(1, 0, 2).reshape(3, -1)
     assert distance(rows[:3], expected) < rounded(1, E4M3)
+
+
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=[pytest.mark.rest, needs_interpreter])])
+def test_results_of_experts_are_weighed(kernel, rng):
+    x, weight, results = (random_rows(rng, *shape) for shape in ((3, 512), (512,), (9, 512)))
+    results[8] = np.nan  # belongs to no token; a place past all rows must not read it
+    place = np.array([[0, 1, 9], [4, 7, 2]], np.int32)
+    weights = rng.random((2, 3)).astype(np.float32)
+    weighed = Weighed(jnp.asarray(results), jnp.asarray(place), jnp.asarray(weights), (1, 3, 512))
+    total = x.astype(np.float64)
+    for (k, token), row in np.ndenumerate(place):
+        total[token] += 0 if row == 9 else weights[k, token] * results[row].astype(np.float64)
+    expected = total / np.sqrt((total**2).mean(1, keepdims=True) + 0.5) * weight.astype(np.float64)
+    if kernel:
+        options = {"implementation": "mosaic_gpu", "interpret": InterpretGPUParams()}
+        plain = api.rms_norm([jnp.asarray(x), weighed], jnp.asarray(weight), 0.5, plain=True, **options).plain
+    else:
+        _, plain, *_ = rms_norm([x, weighed], weight, 0.5, plain=True)
+    assert distance(plain, expected) < rounded(2)  # and the total
 
 
 def test_parts_are_summed(rng):

@@ -251,16 +251,17 @@ def calls(monkeypatch) -> list[str]:
     seen: list[str] = []
 
     def replaced(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, tile: Any, interpret: Any = None, summed: bool = True, **options: Any) -> Any:
-            del interpret
+        def run(*args: Any, tile: Any, left: int | None = None, **options: Any) -> Any:
+            options.pop("interpret", None)
             seen.append(name)
             out = reference(*args, tile, **options)
-            if len(out) == 2:
+            if len(out) == 2 and not isinstance(args[1], tuple):
                 return out
-            if summed or tile.splits == 1:
-                return (out[0].astype(jnp.bfloat16),)
-            seen.append("parts")
-            return (jnp.stack([out[0] / tile.splits] * tile.splits),)
+            out = [y[:left] for y in out]
+            if left is None or tile.splits == 1:
+                return tuple(y.astype(jnp.bfloat16) for y in out)
+            seen.extend(["parts"] * len(out))
+            return tuple(jnp.stack([y / tile.splits] * tile.splits) for y in out)
 
         return run
 
@@ -342,8 +343,8 @@ def test_kernels_compute_the_same_model(calls, form):
     got = hidden(aligned(), kernels(form=form))
     # Per layer three norms, and o's input quantised; and parts of q_a, kv_a and o, which the norms sum.
     assert (calls.count("norm"), calls.count("heads"), calls.count("parts")) == (2 * 3, 2, 2 * 3)
-    # Per layer q_a, q_b, kv_a, o; a dense MLP or a shared expert of two products; experts of two.
-    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    # Per layer q_a with kv_a, q_b, o; a dense MLP or a shared expert of two products; experts of two.
+    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 5, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     assert 0 < distance(got, want) < MOVED
 
@@ -359,7 +360,7 @@ def test_kernels_of_few_rows_read_them_where_they_lie(calls):
 def test_kernels_keep_the_limit_of_the_activation(calls):
     cfg = replace(ALIGNED, swiglu_limit=0.01)
     got, want = hidden(aligned(), kernels(), cfg=cfg), hidden(aligned(), xla(), cfg=cfg)
-    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 5, 2)
     assert 0 < distance(got, want) < MOVED < distance(got, plainly())
 
 
@@ -368,7 +369,7 @@ def test_kernels_keep_the_limit_of_the_activation(calls):
 def test_kernels_on_a_mesh(calls, data):
     want = plainly()
     got = hidden(aligned(), kernels(make_mesh(data, 2)))
-    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 6, 2)
+    assert (calls.count("fp8"), calls.count("grouped")) == (2 * 5, 2)
     assert (calls.count("choose"), calls.count("arrange")) == (1, 1)
     assert distance(got, want) < MOVED
 
@@ -403,19 +404,17 @@ def test_on_a_cpu_nothing_chooses_a_kernel(features, calls, monkeypatch):
 @pytest.mark.rest
 @pytest.mark.parametrize(("cache", "data"), [("plain", 1), ("plain", 2), ("fp8", 2)])
 def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, monkeypatch, rng):
-    modules = by_kernels.mla_low_rank, by_kernels.mla_absorb, by_kernels.mla_decode
-    real = {m: getattr(m, m.__name__.split(".")[1]) for m in modules}
-
-    def reference(module: Any) -> Callable[..., Any]:
+    def reference(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
             calls.append(name)
-            return real[module](*args, **options | {"implementation": "xla"})
+            return real(*args, **options | {"implementation": "xla"})
 
-        name = real[module].__name__
         return run
 
-    for module, function in real.items():
-        monkeypatch.setattr(module, function.__name__, reference(module))
+    names = "mla_low_rank", "mla_absorb", "mla_decode", "mla_decode_parts", "mla_values"
+    for name in names:
+        module = getattr(by_kernels, name.removesuffix("_parts"))
+        monkeypatch.setattr(module, name, reference(name, getattr(module, name)))
         monkeypatch.setattr(module, "check", lambda *_: None)
     cfg = ALIGNED
     positions = jnp.asarray([[0, 1], [6, 7], [-1, -1], [3, 4]])
@@ -445,13 +444,18 @@ def test_attention_of_few_tokens_by_kernels_is_that_of_xla(cache, data, calls, m
         return np.asarray(out), kept
 
     want, by_xla = run()
-    assert not {"mla_low_rank", "mla_absorb"} & set(calls)
-    got, by_kernel = run("mla_low_rank", "mla_absorb", "mla_decode")
-    assert [calls.count(f.__name__) for f in real.values()] == [1, 1, 1]
+    assert not set(names) & set(calls)
+    heads = calls.count("heads")
+    got, by_kernel = run("mla_low_rank", "mla_absorb", "mla_decode", "mla_values")
+    assert [calls.count(name) for name in names] == [1, 1, 0, 1, 1]
+    assert calls.count("heads") == heads  # nothing is left to quantise
+    handed_over, _ = run("mla_values")  # by XLA's attention
+    assert calls.count("heads") == heads
     slots = [0, 1, 3]
     # Either side rounds ten results to bfloat16 one after the other.
     moved = np.sqrt(2 * 10) * roundoff(jnp.bfloat16)
-    assert np.linalg.norm(got[slots] - want[slots]) < moved * np.linalg.norm(want[slots])
+    for out in (got, handed_over):
+        assert np.linalg.norm(out[slots] - want[slots]) < moved * np.linalg.norm(want[slots])
     # The kernel drops rows of no position; XLA writes them to a device's last page.
     written = np.arange(12) % (12 // data) != 12 // data - 1
     ours, theirs, before = (jax.tree.leaves(jax.device_get(c)) for c in (by_kernel, by_xla, given))

@@ -13,6 +13,7 @@ from kernels_pallas.check.case import Case, CaseInputs, Operation, Work
 from kernels_pallas.mosaic import Interpreter
 from kernels_pallas.quantised import BLOCK
 from kernels_pallas.rms_norm import mosaic_gpu, reference
+from kernels_pallas.weighed import Weighed
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class NormShape:
         plain, quantised: the results that are written.
         parts: number of float32 parts to be summed; 0: the rows are bfloat16.
         padding: number of rows of the first array that are not read.
+        chosen: number of experts' results that are weighed for each row.
     """
 
     rows: int
@@ -34,6 +36,7 @@ class NormShape:
     quantised: bool = True
     parts: int = 0
     padding: int = 0
+    chosen: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def shapes() -> dict[str, NormShape | Heads]:
         "small-added": NormShape(2, 1024, added=2, plain=True),
         "small-parts": NormShape(2, 512, parts=3, padding=6),
         "small-plain": NormShape(5, 1536, added=1, plain=True, quantised=False),
+        "small-weighed": NormShape(3, 1024, added=1, chosen=2),
         "small-heads": Heads(3, 8),
         "small-rows": Heads(2, 4, blocks_first=False),
         "small-heads-parts": Heads(3, 64),
@@ -66,6 +70,7 @@ def shapes() -> dict[str, NormShape | Heads]:
         shapes[f"attention-{rows}"] = NormShape(rows, 7168, added=2)
         shapes[f"experts-{rows}"] = NormShape(rows, 7168, added=1, plain=True)
         shapes[f"low-rank-{rows}"] = NormShape(rows, 1536)
+        shapes[f"weighed-{rows}"] = NormShape(rows, 7168, added=1, chosen=8)
     shapes["low-rank-parts-512"] = NormShape(512, 1536, parts=2)
     shapes["experts-parts-64"] = NormShape(64, 7168, added=1, plain=True, parts=4)
     return shapes
@@ -77,10 +82,14 @@ def case(name: str, shape: NormShape | Heads) -> Case:
         return quantise_case(name, shape)
     flags = {"total": shape.added > 0, "plain": shape.plain, "quantised": shape.quantised}
     wanted: dict[str, Any] = {"eps": 1e-6, **flags}
-    read = shape.rows * shape.width * ((4 * shape.parts or 2) + 2 * shape.added)
+    read = shape.rows * shape.width * ((4 * shape.parts or 2) + 2 * (shape.added + shape.chosen))
 
-    def oracle(addends: Sequence[Array], weight: Array) -> tuple[Array, ...]:
-        return reference.rms_norm([x[:, : shape.rows] for x in addends], weight, **wanted)
+    def oracle(addends: Sequence[Any], weight: Array) -> tuple[Array, ...]:
+        plain = [x[:, : shape.rows] for x in addends if not isinstance(x, tuple)]
+        for rows, place, weights in (x for x in addends if isinstance(x, tuple)):
+            total = Weighed(rows.reshape(len(rows), -1), place, weights, ()).total()
+            plain.append(total.reshape(plain[0][:1].shape))
+        return reference.rms_norm(plain, weight, **wanted)
 
     written = shape.rows * shape.width * (2 * (flags["total"] + shape.plain) + shape.quantised)
     return Case(
@@ -102,7 +111,15 @@ def inputs(shape: NormShape, key: jax.Array) -> CaseInputs:
     added = jax.random.normal(keys[1], (shape.added, 1, *blocked), jnp.bfloat16)
     x = x * jnp.exp2(jnp.arange(rows) % 7 - 3).astype(x.dtype)[:, None, None]
     weight = jax.random.uniform(keys[2], blocked[1:], jnp.bfloat16, 0.5, 1.5)
-    return [x, *added], weight
+    if not shape.chosen:
+        return [x, *added], weight
+    slots = shape.rows * shape.chosen + 8
+    results = jax.random.normal(jax.random.fold_in(key, 3), (slots, *blocked[1:]), jnp.bfloat16)
+    place = jax.random.permutation(jax.random.fold_in(key, 4), slots)[: shape.rows * shape.chosen]
+    # One has no place; the row that it would read holds NaN.
+    place = jnp.where(place == slots - 1, 0, place).at[0].set(slots).reshape(shape.chosen, shape.rows)
+    weights = jax.random.uniform(jax.random.fold_in(key, 5), (shape.chosen, shape.rows))
+    return [x, *added, (results.at[-1].set(jnp.nan), place.astype(jnp.int32), weights)], weight
 
 
 def quantise_case(name: str, shape: Heads) -> Case:

@@ -1,7 +1,7 @@
 """MLA by kernels on a Hopper GPU, sparse or not (docs/kernels.md)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,10 @@ from kernels_pallas.mla_absorb import api as mla_absorb
 from kernels_pallas.mla_decode import api as mla_decode
 from kernels_pallas.mla_low_rank import api as mla_low_rank
 from kernels_pallas.mla_prefill import api as mla_prefill
+from kernels_pallas.mla_values import api as mla_values
+from kernels_pallas.quantised import quantise, whole_tiles
 from kernels_pallas.top_k import api as top_k
+from mtp_jax.model.attention.kind import Context
 from mtp_jax.model.attention.latent import Latent
 from mtp_jax.model.attention.source import Chosen, Paged, Source, Whole
 from mtp_jax.model.attention_config import Reach
@@ -27,8 +30,8 @@ from mtp_jax.model.products import e4m3
 from mtp_jax.model.products.e4m3 import HopperRows
 from mtp_jax.model.products.hopper import HopperProducts
 from mtp_jax.model.products.plain import Reader, Readers
-from mtp_jax.model.products.stream import Parts, parts, summed
-from mtp_jax.model.sharding import partition, sharded
+from mtp_jax.model.products.stream import Parts, ProductResult, parts, summed
+from mtp_jax.model.sharding import partition, sharded, ways
 from mtp_jax.model.visible import Window
 
 
@@ -69,8 +72,9 @@ class HopperLatent(Latent):
         if a.indexer is not None:
             return super().project(a, cfg, x, angles, cache, views)
         on = self.on
-        q = None if a.q_a is None else on.result(x, a.q_a)
-        kv, reader = on.result(x, a.kv_a), Reader(a.q_b, "out")
+        reader = Reader(a.q_b, "out")
+        *low_rank, kv = on.results(x, *(w for w in (a.q_a, a.kv_a) if w is not None))
+        q = next(iter(low_rank), None)
         # A launch writes the rows of one part.
         one = len(views) == 1 and views[0].packing is None and on.takes(reader, e4m3.dtype_of(x))
         left = None if q is None else (parts(q, on.mesh), parts(kv, on.mesh))
@@ -79,11 +83,29 @@ class HopperLatent(Latent):
         else:
             low = x if q is None else on.norm(q, a.q_norm, LOW_RANK_EPS, (reader,))[1]
             entries = Entries(rows_of(summed(kv), a, cfg, angles))
-        if one and views[0].form == "absorbed" and self._absorbs(a, cfg, x.shape):
-            return self._inward(low, a, cfg, angles), entries, cache
-        return queries(on.linear(low, a.q_b, split="out"), cfg, angles), entries, cache
+        absorbed = one and views[0].form == "absorbed"
+        if absorbed and self._absorbs(a, cfg, x.shape):
+            q = self._inward(low, a, cfg, angles)
+        else:
+            q = queries(on.linear(low, a.q_b, split="out"), cfg, angles)
+        return replace(q, rows=self._rows(a, cfg, x.shape) if absorbed else None), entries, cache
 
-    def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Float[Array, "B W N v"]:
+    def contexts(self, q: Queries) -> Any:
+        """Specs of an array split by heads, or of rows in e4m3."""
+        return super().contexts(q) if q.rows is None else HopperRows(q.rows, None, e4m3.of_rows("heads"))
+
+    def attend(self, q: Queries, w: Ups, source: Source, scale: float) -> Context:
+        """Attention by kernels where they can. Results of few tokens are handed over quantised, by a kernel
+        where it reads attention's own results."""
+        # Rows that tokens chose are attended to apart, and come together afterwards.
+        asked = replace(q, rows=None) if isinstance(source, Chosen) else q
+        found = self._attended(asked, w, source, scale)
+        if q.rows is None or isinstance(found, HopperRows):
+            return found
+        rows = quantise(found.reshape(-1, math.prod(found.shape[2:])))
+        return HopperRows(q.rows, None, rows.padded(whole_tiles(rows.shape[0])))
+
+    def _attended(self, q: Queries, w: Ups, source: Source, scale: float) -> Context:
         """Absorbed attention by a kernel that reads pages in place; naive by a kernel that expands rows."""
         if isinstance(source, Paged) and source.only is not None:
             self.on.do_without("mla_prefill", "a choice among rows that tokens share, as in sparse prefill,")
@@ -125,24 +147,41 @@ class HopperLatent(Latent):
         chosen = top_k.top_k(flat, count, implementation="mosaic_gpu")
         return chosen.reshape(*found.shape[:2], count)
 
-    def _decoded(
-        self, q: Queries, w: Ups, where: tuple[Any, Array, Window], scale: float
-    ) -> Float[Array, "B W N v"] | None:
+    def result(self, a: Any, cfg: ModelConfig, context: Context, absorbed: bool) -> ProductResult:
+        """The output projection, of rows as attention hands them over."""
+        if not isinstance(context, HopperRows):
+            return super().result(a, cfg, context, absorbed)
+        return self.on.result(context, a.o.reshape(cfg.hidden_size, -1), split="in")
+
+    def _decoded(self, q: Queries, w: Ups, where: tuple[Any, Array, Window], scale: float) -> Context | None:
         """Absorbed attention over the visible rows of pages, by their table; None where no kernel does it."""
         pages, table, visible = where
         inward = jnp.einsum("bwnh,nhc->bwnc", q.nope, w.k) if q.inward is None else q.inward
         if not self.on.runs("mla_decode", mla_decode.check, inward, q.rope, pages):
             return None
-        mixed = mla_decode.mla_decode(
-            inward, q.rope, pages, table, visible, scale=scale, in_place=True, implementation="mosaic_gpu"
+        asked = inward, q.rope, pages, table, visible
+        options: Any = {"scale": scale, "in_place": True, "implementation": "mosaic_gpu"}
+        if q.rows is None:
+            return jnp.einsum("bwnc,nvc->bwnv", mla_decode.mla_decode(*asked, **options), w.v)
+        mixed, window = mla_decode.mla_decode_parts(asked, **options), inward.shape[1]
+        return HopperRows(
+            q.rows, None, mla_values.mla_values(mixed, w.v, window=window, implementation="mosaic_gpu")
         )
-        return jnp.einsum("bwnc,nvc->bwnv", mixed, w.v)
 
     def _absorbs(self, a: Attention, cfg: ModelConfig, shape: tuple[int, ...]) -> bool:
         width, mesh = math.prod(a.q_b.shape[:-1]), self.on.mesh
         q = e4m3.part(jax.ShapeDtypeStruct((*shape[:2], width), jnp.bfloat16), mesh, "slots", None, "heads")
         k_up = e4m3.part(self.by_head(a, cfg).k, mesh, "heads")
         return self.on.can("mla_absorb", mla_absorb.check, q, k_up)
+
+    def _rows(self, a: Attention, cfg: ModelConfig, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """``Queries.rows`` of rows of this shape."""
+        mesh, v_up, o = self.on.mesh, self.by_head(a, cfg).v, a.o.reshape(cfg.hidden_size, -1)
+        tokens, (slots, window) = math.prod(shape[:2]) // ways("slots", mesh), shape[:2]
+        taken = self.on.takes(Reader(o, "in"), jnp.bfloat16)
+        if taken and self.on.can("mla_values", mla_values.check, tokens, e4m3.part(v_up, mesh, "heads")):
+            return slots, window, math.prod(v_up.shape[:2])
+        return None
 
     def _inward(self, x: Any, a: Attention, cfg: ModelConfig, angles: Float[Array, "B W 2 r"]) -> Queries:
         """Queries of few tokens, taken into the latent space by the kernel that rotates them."""

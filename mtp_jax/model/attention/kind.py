@@ -37,7 +37,9 @@ class Asked:
     chosen: Any = None
 
 
-Attended = tuple[Float[Array, "B W N v"], Int[Array, "B W K"] | None, Cache | None]
+Context = Any
+"""Results of attention [B, W, N, v], in the form that ``Kind.result`` takes."""
+Attended = tuple[Context, Int[Array, "B W K"] | None, Cache | None]
 """(Context, the rows that tokens chose, the cache)."""
 
 
@@ -99,13 +101,15 @@ class Kind(ABC):
         """Partition specs of ``by_head``'s tree on a mesh."""
         return partition("heads")
 
+    def contexts(self, q: Any) -> Any:
+        """Partition specs of the results of ``over`` for these queries."""
+        return partition("slots", None, "heads", None)
+
     @abstractmethod
     def over(self, cfg: ModelConfig, asked: Asked, w: Any, place: EntryPlace) -> Attended:
         """Write a part's entries, choose rows, attend to them, on one device. w: see ``by_head``."""
 
-    def result(
-        self, a: Any, cfg: ModelConfig, context: Float[Array, "B W N v"], absorbed: bool
-    ) -> ProductResult:
+    def result(self, a: Any, cfg: ModelConfig, context: Context, absorbed: bool) -> ProductResult:
         """The output projection (eq. 19). absorbed: the form of MLA."""
         o = a.o.reshape(cfg.hidden_size, -1)
         return self.on.result(self.on.joined(context, o, absorbed), o, split="in")
@@ -128,7 +132,7 @@ class OverRows(Kind):
             return self.attend(asked.q, w, source.of(chosen), cfg.softmax_scale), chosen, cache
 
     @abstractmethod
-    def attend(self, q: Any, w: Any, source: Source, scale: float) -> Float[Array, "B W N v"]:
+    def attend(self, q: Any, w: Any, source: Source, scale: float) -> Context:
         """The equations, over the rows of a source. A token that sees nothing gets zeros."""
 
     def choose(self, q: IndexQueries, source: Whole | Paged, cfg: ModelConfig) -> Int[Array, "B W K"] | None:

@@ -9,7 +9,9 @@ from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.grouped_matmul.layout import OwnGroups
 from kernels_pallas.quantised import Quantised
 from kernels_pallas.router import api as router
+from kernels_pallas.router.reference import ROWS
 from kernels_pallas.router.rule import Rule
+from kernels_pallas.weighed import Weighed
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.experts.plain import Experts, OwnExperts
 from mtp_jax.model.moe import Routing
@@ -56,8 +58,8 @@ class HopperExperts(Experts):
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
         limit: float | None = None,
-    ) -> Float[Array, "T D"]:
-        """Routed experts by kernels. The rows may be padded past the routing's.
+    ) -> Float[Array, "T D"] | Weighed:
+        """Routed experts by kernels; on one device the next norm may weigh them. Rows may be padded.
 
         Raises ConfigError if kernels must compute them and cannot.
         """
@@ -79,5 +81,7 @@ class HopperExperts(Experts):
             first=own.first,
             shards=own.shards,
             limit=limit,
+            # The router writes blocks of tokens; a norm of fewer would need two slices, each a launch.
+            summed=self.on.mesh is not None or len(r.ids) % ROWS > 0,
             implementation="mosaic_gpu",
         )

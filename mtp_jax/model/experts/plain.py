@@ -1,6 +1,7 @@
 """The router and its experts in plain XLA, on one device or in parallel over a mesh."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from mtp_jax.model.moe import ExpertWeight, Routing, Way
 from mtp_jax.model.params import Moe
 from mtp_jax.model.products.e4m3 import Operand
 from mtp_jax.model.products.plain import Products, Rows
+from mtp_jax.model.products.stream import ProductResult
 from mtp_jax.model.sharding import constrain, partition, sharded, ways
 
 
@@ -75,7 +77,7 @@ class Experts:
         x: Rows,
         counts: Bool[Array, "B W"] | None = None,
         tokens: Int[Array, "B W"] | None = None,
-    ) -> tuple[tuple[Float[Array, "B W D"], ...], Routing]:
+    ) -> tuple[tuple[ProductResult, ...], Routing]:
         """Returns (the result of the routed experts and that of the shared expert, to be added; routing).
 
         tokens: the rows' ids, where a token chooses experts.
@@ -98,7 +100,8 @@ class Experts:
                     own = OwnExperts(p.gate_up, p.down)
                     y = self.routed(own, self.operand(p, x).flat(), r, limit)
         y, r = y.reshape(whole.shape), _shaped(r, whole)
-        y = constrain(y, on.mesh, "slots", None, None)
+        if on.mesh is not None:
+            y = constrain(y, on.mesh, "slots", None, None)
         if p.shared is None:
             return (y,), r
         with jax.named_scope("moe_shared"):
@@ -142,8 +145,10 @@ class Experts:
         x: Float[Array, "T D"] | Quantised,
         r: Routing,
         limit: float | None = None,
-    ) -> Float[Array, "T D"]:
-        """Run only the experts that rows chose. Rows and routing are of all devices.
+    ) -> Any:
+        """Run only the experts that rows chose: [T, D], or ``Weighed`` on one device.
+
+        Rows and routing are of all devices.
 
         limit: see ``layers.gated``.
         """

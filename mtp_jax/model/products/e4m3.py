@@ -1,6 +1,5 @@
 """Rows in e4m3 for the kernels that multiply them, and the way in which a mesh splits them."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from mtp_jax.model.products.plain import Split
 from mtp_jax.model.sharding import partition, ways
 
 
-@dataclass(frozen=True)
+@struct.dataclass
 class HopperRows:
     """Activations, plain and quantised, for the products that read them.
 
@@ -26,7 +25,7 @@ class HopperRows:
             takes e4m3.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
     plain: Float[Array, "B W D"] | None
     quantised: Quantised | None
 

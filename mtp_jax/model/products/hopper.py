@@ -6,7 +6,7 @@ sums. Quantised rows and float32 parts stay between these products.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from kernels_pallas.fp8_matmul import api as fp8_matmul
 from kernels_pallas.grouped_matmul import api as grouped_matmul
 from kernels_pallas.hyper import api as hyper
 from kernels_pallas.rms_norm import api as norms
+from kernels_pallas.weighed import Weighed
 from mtp_jax.errors import ConfigError
 from mtp_jax.model.config import ModelConfig
 from mtp_jax.model.hyper import Entered
@@ -112,9 +113,10 @@ class HopperProducts(Products):
         Without addends a kernel's norm returns the stream as it came.
         """
         x, added = stream(x)
-        shape, given = x.shape, [parts(a, self.mesh) for a in (x, *added)]
+        shape = x.shape
+        given = [a if isinstance(a, Weighed) else parts(a, self.mesh).values for a in (x, *added)]
         taken = [self.takes(reader, x.dtype) for reader in readers]
-        can = (self.can("rms_norm", norms.check, shape[-1], a.values.dtype) for a in given)
+        can = (self.can("rms_norm", norms.check, shape[-1], a.dtype) for a in given)
         if not any(taken) or not all(can):
             total = plus(x, added)
             return PendingResidual(total, ()), rms_norm(total, weight, eps)
@@ -138,7 +140,7 @@ class HopperProducts(Products):
         out = [partition("slots")] * (bool(added) + also_plain), e4m3.of_rows()
         with jax.named_scope("norm"):
             run = sharded(local, self.mesh, specs, out)
-            whole, quantised = run(weight, *(a.values for a in given))
+            whole, quantised = run(weight, *given)
         normed = HopperRows(shape, whole[-1] if also_plain else None, quantised)
         return PendingResidual(whole[0] if added else x, ()), normed
 
@@ -176,6 +178,7 @@ class HopperProducts(Products):
 
     def leave(self, x: Entered, *outs: ProductResult) -> Any:
         """Keep results beside the streams, for the next sublayer's gates, if a kernel then adds them."""
+        outs = tuple(summed(a) if isinstance(a, Weighed) else a for a in outs)
         given = [parts(a, self.mesh).values for a in outs]
         if self._projects(x.streams, *given):
             return PendingStreams(x, outs)
@@ -279,33 +282,55 @@ class HopperProducts(Products):
         """A product with an FP8 weight by a kernel; rows are, or are turned into, e4m3 with 1x128 blocks."""
         if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
             return super().linear(e4m3.plain(x), w, split=split)
-        return self._multiplied(x, w, split, left=False)
-
-    def result(self, x: Any, w: Matrix, *, split: Split | None = None) -> ProductResult:
-        """A product whose parts and padding a kernel may leave to its reader."""
-        over_model = split == "in" and ways("heads", self.mesh) > 1
-        if over_model or not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
-            return self.linear(x, w, split=split)
-        shape = (*x.shape[:2], math.prod(w.shape[:-1]))
-        return Parts(self._multiplied(x, w, split, left=True), shape, ways("slots", self.mesh))
-
-    def _multiplied(self, x: Any, w: Fp8, split: Split | None, left: bool) -> Float[Array, "..."]:
-        """``linear`` by a kernel. left: whether parts and padding are left."""
         axes, given = e4m3.axes_of(w, split), e4m3.operand(x)
         (slots, width), mesh = x.shape[:2], self.mesh
 
         def local(x, w):
             matrix = w.values.reshape(-1, w.shape[-1])
-            y = fp8_matmul.fp8_matmul(x.flat(), matrix, w.scale, summed=not left, implementation="mosaic_gpu")
-            if left:
-                return y
+            y = fp8_matmul.fp8_matmul(x.flat(), matrix, w.scale, implementation="mosaic_gpu")
             y = y[:rows].reshape(-1, width, *w.shape[:-1])
             return jax.lax.psum(y, "model") if over_model else y
 
         rows, over_model = slots * width // ways("slots", mesh), split == "in" and ways("heads", mesh) > 1
         specs = Fp8(partition(*axes), partition(axes[0], axes[-1]))
-        out = partition(None, "slots", axes[0]) if left else partition("slots", None, axes[0])
+        out = partition("slots", None, axes[0])
         return sharded(local, mesh, (given.split(axes[-1]), specs), out)(given, w)
+
+    def result(self, x: Any, w: Matrix, *, split: Split | None = None) -> ProductResult:
+        """A product whose parts and padding a kernel may leave to its reader."""
+        if not isinstance(w, Fp8) or not self.takes(Reader(w, split), e4m3.dtype_of(x)):
+            return self.linear(x, w, split=split)
+        return self._left(x, [w], split)[0]
+
+    def results(self, x: Any, *ws: Any) -> tuple[ProductResult, ...]:
+        """Products of the same rows, in one launch where kernels take all weights and it takes no longer."""
+        dtype = e4m3.dtype_of(x)
+        taken = all(self.takes(Reader(w), dtype) for w in ws)
+        return self._left(x, ws, None) if taken else super().results(x, *ws)
+
+    def _left(self, x: Any, ws: Sequence[Any], split: Split | None) -> tuple[Parts, ...]:
+        """Products with FP8 weights, whose parts and padding kernels leave to the readers.
+
+        split: of every weight.
+        """
+        given, shards = e4m3.operand(x), ways("slots", self.mesh)
+        rows = x.shape[0] * x.shape[1] // shards
+
+        def local(x, ws):
+            weights = [(w.values.reshape(-1, w.shape[-1]), w.scale) for w in ws]
+            found = fp8_matmul.fp8_parts(x.flat(), weights, rows, implementation="mosaic_gpu")
+            if split == "in" and ways("heads", self.mesh) > 1:
+                whole = (y if len(y) == 1 else y.sum(axis=0, keepdims=True) for y in found)
+                found = [jax.lax.psum(y.astype(jnp.bfloat16), "model") for y in whole]
+            return tuple(found)
+
+        axes = [e4m3.axes_of(w, split) for w in ws]
+        specs = tuple(Fp8(partition(*own), partition(own[0], own[-1])) for own in axes)
+        out = tuple(partition(None, "slots", own[0]) for own in axes)
+        run = sharded(local, self.mesh, (given.split(axes[0][-1]), specs), out)
+        shapes = [(*x.shape[:2], math.prod(w.shape[:-1])) for w in ws]
+        each = zip(run(given, tuple(ws)), shapes, strict=True)
+        return tuple(Parts(values, shape, shards) for values, shape in each)
 
     def by_group(self, x: Float[Array, "B W G i"], w: Matrix) -> Float[Array, "B W G o"]:
         """Products of groups with FP8 weights by a kernel; rows are turned into e4m3 with 1x128 blocks."""

@@ -110,6 +110,10 @@ class Products:
         """``linear`` for a reader that takes its result as a kernel leaves it."""
         return self.linear(x, w, split=split)
 
+    def results(self, x: Rows, *ws: Any) -> tuple[ProductResult, ...]:
+        """``result`` for each of several weights."""
+        return tuple(self.result(x, w) for w in ws)
+
     def product(self, x: Float[Array, "... i"], w: Matrix, dtype: Any) -> Float[Array, "..."]:
         """``x @ w.T``, accumulated in float32."""
         w = expand(w, x.dtype)

@@ -9,6 +9,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from kernels_pallas.weighed import Weighed
 from mtp_jax.model.hyper import Entered
 from mtp_jax.model.sharding import ways
 
@@ -41,8 +42,8 @@ class Parts:
         return own[0] if count == 1 else own.sum(axis=0).astype(self.dtype)
 
 
-ProductResult = Float[Array, "B W D"] | Parts
-"""The result of a product."""
+ProductResult = Float[Array, "B W D"] | Parts | Weighed
+"""The result of a product, or of experts."""
 
 
 class PendingResidual(NamedTuple):
@@ -76,6 +77,7 @@ def stream(x: Any) -> PendingResidual:
 
 def parts(x: ProductResult, mesh: Mesh | None) -> Parts:
     """``Parts`` as they are; an array as one part."""
+    assert not isinstance(x, Weighed), "experts' results are no parts"
     if isinstance(x, Parts):
         return x
     slots, window, width = x.shape
@@ -84,7 +86,7 @@ def parts(x: ProductResult, mesh: Mesh | None) -> Parts:
 
 def summed(x: ProductResult) -> Float[Array, "B W D"]:
     """Turns the result into an array."""
-    return x.summed() if isinstance(x, Parts) else x
+    return x.summed() if isinstance(x, Parts | Weighed) else x
 
 
 def plus(x: ProductResult, added: Sequence[ProductResult]) -> Float[Array, "B W D"]:
