@@ -18,6 +18,9 @@ from serve.watch.acceptance import AcceptanceAlarm
 from serve.watch.metrics import Metrics
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
+# A question, and the options beside it, through the `openai` package.
+ASK: Any = [{"role": "user", "content": "q"}]
+PLAIN: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 100}
 
 
 def post(
@@ -39,6 +42,33 @@ def events(client: httpx2.Client, path: str = "/v1/completions", **body: Any) ->
     *lines, done = response.text.strip().split("\n\n")
     assert done == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def body_of(path: str, tool: dict[str, Any], forced: bool) -> dict[str, Any]:
+    """A request with one tool, as a route has it."""
+    if path == "/v1/chat/completions":
+        choice: Any = "required" if forced else "auto"
+        return {
+            "messages": ASK,
+            "max_tokens": 4,
+            "tools": [{"type": "function", "function": tool}],
+            "tool_choice": choice,
+        }
+    if path == "/v1/responses":
+        choice = "required" if forced else "auto"
+        return {
+            "input": ASK,
+            "max_output_tokens": 4,
+            "tools": [{"type": "function", **tool}],
+            "tool_choice": choice,
+        }
+    renamed = {"input_schema" if key == "parameters" else key: value for key, value in tool.items()}
+    return {
+        "messages": ASK,
+        "max_tokens": 4,
+        "tools": [renamed],
+        "tool_choice": {"type": "any" if forced else "auto"},
+    }
 
 
 NAME = re.compile(r"\b(?:vllm|mtp_jax):[a-zA-Z0-9_:]+")

@@ -8,7 +8,7 @@ import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel, Field, SecretStr
 
-from tests.serve.test_tools import ASK, PLAIN, body_of
+from tests.serve.helpers import ASK, PLAIN, body_of
 
 PROPERTIES = {
     "kept": {"enum": ["here"]},

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from mtp_jax.text import grammar
-
-ASK: Any = [{"role": "user", "content": "q"}]
-PLAIN: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 100}
+from tests.serve.helpers import ASK, PLAIN, body_of
 
 
 def tool(name: str, *, strict: bool = False, **properties: Any) -> Any:
@@ -130,33 +128,6 @@ def test_wrong_requests(server, body, says):
         answer = client.post("/v1/chat/completions", json={"messages": ASK, **body})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
-
-
-def body_of(path: str, tool: dict[str, Any], forced: bool) -> dict[str, Any]:
-    """A request with one tool, as a route has it."""
-    if path == "/v1/chat/completions":
-        choice: Any = "required" if forced else "auto"
-        return {
-            "messages": ASK,
-            "max_tokens": 4,
-            "tools": [{"type": "function", "function": tool}],
-            "tool_choice": choice,
-        }
-    if path == "/v1/responses":
-        choice = "required" if forced else "auto"
-        return {
-            "input": ASK,
-            "max_output_tokens": 4,
-            "tools": [{"type": "function", **tool}],
-            "tool_choice": choice,
-        }
-    renamed = {"input_schema" if key == "parameters" else key: value for key, value in tool.items()}
-    return {
-        "messages": ASK,
-        "max_tokens": 4,
-        "tools": [renamed],
-        "tool_choice": {"type": "any" if forced else "auto"},
-    }
 
 
 @pytest.mark.parametrize(
