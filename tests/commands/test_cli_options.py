@@ -359,7 +359,7 @@ def test_prompts_that_cannot_be_served(capsys, monkeypatch, tmp_path):
     argv = ["generate", V3, "--no-compile-cache", "--max-model-len", 8, "-q"]
     for ids, message in (
         ("3,999", "the prompt names token 999"),
-        (",".join("3" * 8), "has 8 tokens; --max-model-len 8"),
+        (",".join("3" * 8), "shorten the prompt, or raise --max-model-len"),
     ):
         err = failing(capsys, monkeypatch, *argv, "--token-ids", ids)
         assert err.startswith("error: ")

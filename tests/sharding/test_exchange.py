@@ -19,6 +19,7 @@ from mtp_jax.model.experts import exchange as exchanges
 from mtp_jax.model.experts.exchange import Exchange, by_gather, exchange_of, reached, shards_of_a_host
 from mtp_jax.model.params import Moe, Params
 from mtp_jax.model.products.e4m3 import Operand
+from mtp_jax.model.products.stream import summed
 from mtp_jax.model.sharding import make_mesh, partition, sharded
 from tests.models import (
     GREEDY,
@@ -69,7 +70,7 @@ def reference(skewed: bool) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def _dense(layer: Moe, x: jax.Array) -> jax.Array:
-    return functools.reduce(jnp.add, xla(experts="dense").experts.moe(layer, TINY, x)[0])
+    return functools.reduce(jnp.add, map(summed, xla(experts="dense").experts.moe(layer, TINY, x)[0]))
 
 
 @functools.cache
@@ -80,7 +81,7 @@ def program(data: int, model: int, exchange: Exchange) -> tuple[Moe, Callable[..
 
     def run(p: Moe, x: jax.Array, counts: jax.Array) -> tuple[jax.Array, Any]:
         y, routing = on.experts.moe(p, TINY, x, counts)
-        return functools.reduce(jnp.add, y), routing
+        return functools.reduce(jnp.add, map(summed, y)), routing
 
     return moe_of(on_mesh(tiny_params(), mesh)), jax.jit(run)
 
