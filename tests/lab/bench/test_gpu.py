@@ -139,7 +139,7 @@ def test_a_dry_run_lowers_a_program_and_counts_bytes(tmp_path, capsys):
     # The slot has one page less than the cache, whose spare page takes discarded rows; bfloat16 in one layer.
     pages = -(-(4096 + steps.growth(0, 200)) // 64) + 1
     assert level["cache_bytes"] == pytest.approx(pages * 64 * 576 * 2, rel=0.02)
-    assert level["kernel_calls"] > 8
+    assert level["kernel_calls"] > 7
     assert level["fits"] == ["h100", "h800", "h20", "h200", "b200", "gb200"]
     assert level["refused"] is level["fault"] is None
 
