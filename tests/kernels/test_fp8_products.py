@@ -228,7 +228,7 @@ def test_tall_tiles_ask_the_cache_for_fewer_bytes():
 
 # What a warpgroup waits for: the case, the operation, and the end of the name of the function that waits.
 WAITS = {
-    "the ring is free again": ("small-gated", "barrier_wait", "step.<locals>.<lambda>"),
+    "the ring is free again": ("small-gated", "barrier_wait", "Walk.await_free"),
     "the ring is full": ("small-gated", "barrier_wait", "Walk.scaled_sums.<locals>.step"),
     "the other half of a row": ("small-gated", "barrier_wait", "Walk.store_quantised"),
     "the tile before is written": ("small-gated", "wait_smem_to_gmem", "Walk.store"),
