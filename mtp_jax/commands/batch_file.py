@@ -286,7 +286,7 @@ def _finished(target: Path, file: BinaryIO) -> tuple[set[bytes], set[bytes]]:
 
 
 def _lines(source: Path, seen: set[bytes]) -> Iterator[Line]:
-    """The lines; a key of each custom_id is added to ``seen``. Raises RequestError for one that is there."""
+    """The lines. Adds the key of each custom_id to ``seen``. Raises RequestError for a key that is there."""
     for number, data in _raw_lines(source):
         line = _parsed(number, data)
         if line.custom_id is not None:

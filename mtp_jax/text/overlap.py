@@ -10,7 +10,7 @@ from mtp_jax.text.references import referred
 from mtp_jax.text.tools.values import Steps, fits, kind, kinds, listed
 
 _MOST_PARTS = 20_000  # of all questions together: some tens of milliseconds
-_DEEPEST = 8
+_DEEPEST = 8  # references and unions within each other: a deeper answer is "unknown"
 _NONE = object()
 
 
@@ -19,7 +19,7 @@ class Overlap:
 
     def __init__(self, whole: JsonObject) -> None:
         self._whole, self._steps = whole, Steps(_MOST_PARTS)
-        # Schemas are told by identity; each is held as long, so that no other gets its number.
+        # The key is a schema's id. The entry holds the schema, so that no other schema gets that id.
         self._kinds: dict[int, tuple[object, frozenset[str]]] = {}
         self._listed: dict[int, tuple[object, frozenset[object] | None]] = {}
 

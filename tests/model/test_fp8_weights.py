@@ -492,3 +492,16 @@ def test_attention_by_the_kernel_is_given_what_xla_is_given(form, monkeypatch, r
     # Keys or queries from the latents, scores, a sum over the rows, values from the latents.
     near(got, want, 2 * rank + nope + rope + 8)
     assert not np.asarray(got[2]).any()
+
+
+def test_each_group_is_multiplied_with_its_own_fp8_weight(calls, rng):
+    """Apart from the rounding of rows to e4m3, which has 3 bits of mantissa."""
+    groups, outputs, inputs = 2, 128, 512
+    values = jnp.asarray(rng.normal(size=(groups, outputs, inputs)).astype(jnp.float8_e4m3fn))
+    w = Fp8(values, jnp.asarray(rng.uniform(0.5, 2, (groups, 1, inputs // 128)).astype(np.float32)))
+    x = jnp.asarray(rng.normal(size=(2, 3, groups, inputs)).astype(jnp.bfloat16))
+    got = np.asarray(jax.jit(HopperProducts().by_group)(x, w), np.float64)
+    wide = np.asarray(values, np.float64) * np.repeat(np.asarray(w.scale, np.float64), 128, -1)
+    want = np.einsum("bwgi,goi->bwgo", np.asarray(x, np.float64), wide)
+    assert "grouped" in calls
+    assert np.linalg.norm(got - want) < 2**-4 * np.linalg.norm(want)
